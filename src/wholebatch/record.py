@@ -1,0 +1,470 @@
+"""What a run did, in updates, samples and items: one JSON line for every attempted update.
+
+A run folder holds::
+
+    header.json         the plan, the seeds and the versions: written once, before the first update
+    records.jsonl       one UpdateRecord a line, in the order of the updates
+    evaluations.jsonl   one Evaluation a line
+    end.json            how the run ended; absent when it was killed
+
+Everything here is plain data and imports no torch, so that a log can be read on any machine. Within
+one schema version keys may be added, and a reader ignores those that it does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TextIO, TypeVar
+
+from wholebatch.errors import RecordError
+
+SCHEMA_VERSION = 1
+Outcome = Literal["applied", "skipped_nonfinite", "skipped_empty"]
+OUTCOMES: tuple[Outcome, ...] = ("applied", "skipped_nonfinite", "skipped_empty")
+EndReason = Literal["done", "interrupted", "failed"]
+
+HEADER_FILE = "header.json"
+RECORDS_FILE = "records.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+END_FILE = "end.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateRecord:
+    """One attempted update, over all replicas.
+
+    ``loss_per_item = sum_k c_k * L_k / N_k`` over the terms k of the objective, with L_k the summed
+    loss and N_k the items of the *whole* global batch, never of one micro-batch or rank.
+
+    Args:
+        outcome: whether the update was applied, or why it was skipped.
+        reason: plain words for a skip; None when applied.
+        updates_attempted: attempted updates of the run so far, this one included.
+        updates_applied: applied updates of the run so far, this one included if it was applied.
+        micro_batches: micro-batches of this update, over all replicas.
+        samples: samples of this update, over all replicas.
+        items: supervised items; the sum of their weights where items have weights.
+        positions: positions that went through the forward, padding included.
+        loss_per_item: None when it is not finite or there are no items.
+        sample_digest: 16 hex digits that depend on the set of sample ids alone; None when unknown.
+        terms: by term, ``{"items": N_k, "loss_per_item": L_k / N_k, "coefficient": c_k}``.
+        gradient_norm: global 2-norm before clipping; None when not finite or not computed.
+        gradient_norm_after_clip: the same after clipping.
+        loss_scale: the scaler's scale in this update; None without a scaler.
+        learning_rates: one for every parameter group, in order, as this update used them.
+        reductions: gradient reductions that this rank issued in this update; 0 on one process.
+        partial: True when the global batch has fewer samples than the plan says.
+        seconds: wall time from the first micro-batch to the end of the finish.
+        peak_memory_bytes: one for every rank, in rank order; None when not measured.
+    """
+
+    outcome: Outcome
+    updates_attempted: int
+    updates_applied: int
+    micro_batches: int
+    samples: int
+    items: int | float
+    positions: int
+    loss_per_item: float | None
+    gradient_norm: float | None
+    seconds: float
+    reason: str | None = None
+    sample_digest: str | None = None
+    terms: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    gradient_norm_after_clip: float | None = None
+    loss_scale: float | None = None
+    learning_rates: list[float] = field(default_factory=list)
+    reductions: int = 0
+    partial: bool = False
+    peak_memory_bytes: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.outcome not in OUTCOMES:
+            raise RecordError(f"outcome {self.outcome!r} is not one of {', '.join(OUTCOMES)}")
+
+    @property
+    def padding_share(self) -> float | None:
+        """``1 - items / positions``: positions that supervised nothing; None without positions."""
+        return 1.0 - self.items / self.positions if self.positions else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON-ready data with its schema version; NaN and infinity are None."""
+        return _versioned(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The loss of one data split: ``loss_per_item = L / N`` over the whole split and all ranks.
+
+    Args:
+        split: name of the split.
+        updates_applied: applied updates of the run when it was evaluated.
+        samples_consumed: training samples that the run had consumed by then.
+        samples: samples of the split.
+        items: N, the supervised items of the split.
+        loss_per_item: L / N; None when it is not finite.
+        seconds: wall time of the evaluation.
+    """
+
+    split: str
+    updates_applied: int
+    samples_consumed: int
+    samples: int
+    items: int | float
+    loss_per_item: float | None
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The evaluation as JSON-ready data with its schema version."""
+        return _versioned(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunHeader:
+    """What was the same for every update of a run.
+
+    Args:
+        global_batch_samples: samples of one update: m x A x D.
+        micro_batch_samples: m.
+        micro_batches_per_window: A.
+        replicas: D.
+        layout: ranks and parallel degrees.
+        tail: what becomes of the samples that do not fill a global batch: "partial" or "drop".
+        precision: the dtype of the parameters and of the forward, in words.
+        normalisation: what the summed loss is divided by, in words.
+        global_batch_items: items of one update where they are the same for all; else None.
+        seeds: by use.
+        versions: by package.
+        started_at: ISO 8601, UTC.
+        command: the words of the command line.
+        dataset: facts about the data: its name, samples, split rule.
+        model: facts about the model: its name, parameters.
+        settings: the configuration of the run.
+        proof: the verdict on the first global batch; None when it was not asked for.
+    """
+
+    global_batch_samples: int
+    micro_batch_samples: int
+    micro_batches_per_window: int
+    replicas: int
+    layout: dict[str, int]
+    tail: str
+    precision: str
+    normalisation: str = "sum over items / N"
+    global_batch_items: int | None = None
+    seeds: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=lambda: package_versions())
+    started_at: str = field(default_factory=lambda: utc_now())
+    command: list[str] = field(default_factory=list)
+    dataset: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    proof: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The header as JSON-ready data with its schema version."""
+        return _versioned(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnd:
+    """How a run ended.
+
+    Args:
+        reason: "done", "interrupted" by the user, or "failed".
+        message: what there is to say about it; None for nothing.
+        ended_at: ISO 8601, UTC.
+    """
+
+    reason: EndReason
+    message: str | None = None
+    ended_at: str = field(default_factory=lambda: utc_now())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The end as JSON-ready data with its schema version."""
+        return _versioned(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class Counters:
+    """Totals of a run, over all replicas.
+
+    ``updates_attempted = updates_applied + updates_skipped_nonfinite + updates_skipped_empty``.
+    Micro-batches, samples and items are those of every attempted update: the data of a skipped
+    update is consumed. An update that was rolled back counts nowhere.
+    """
+
+    micro_batches: int = 0
+    updates_attempted: int = 0
+    updates_applied: int = 0
+    updates_skipped_nonfinite: int = 0
+    updates_skipped_empty: int = 0
+    samples: int = 0
+    items: int | float = 0
+
+    def advance(self, *, outcome: Outcome, micro_batches: int, samples: int, items: int | float) -> None:
+        """Count one attempted update and what it consumed, over all replicas.
+
+        Raises:
+            RecordError: an outcome that there is not.
+        """
+        if outcome not in OUTCOMES:
+            raise RecordError(f"outcome {outcome!r} is not one of {', '.join(OUTCOMES)}")
+        self.updates_attempted += 1
+        name = f"updates_{outcome}"
+        setattr(self, name, getattr(self, name) + 1)
+        self.micro_batches += micro_batches
+        self.samples += samples
+        self.items += items
+
+    def state_dict(self) -> dict[str, int | float]:
+        """All totals by name."""
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, int | float]) -> None:
+        """Take over totals that ``state_dict`` gave.
+
+        Raises:
+            RecordError: a total is missing or unknown; nothing is changed.
+        """
+        names = {f.name for f in dataclasses.fields(self)}
+        if set(state) != names:
+            odd = ", ".join(sorted(names ^ set(state)))
+            raise RecordError(
+                f"counters to load lack or do not know: {odd}; expected {', '.join(sorted(names))}"
+            )
+        for name, total in state.items():
+            setattr(self, name, total)
+
+
+class RunLog:
+    """Writes a run folder: the header at once, then a line for every update as it happens.
+
+    Each line is handed to the operating system when it is written, so a crash of the program loses
+    at most the line it was writing. Only one rank may write.
+
+    Args:
+        folder: a folder that does not exist yet, or is empty.
+        header: what is the same for every update.
+
+    Raises:
+        RecordError: the folder holds something already, or can't be written.
+    """
+
+    def __init__(self, folder: str | Path, header: RunHeader) -> None:
+        self.folder = Path(folder)
+        self._files: dict[str, TextIO] = {}
+        header_text = _dump(header.to_dict(), indent=2)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if any(self.folder.iterdir()):
+                raise RecordError(
+                    f"run folder {self.folder} holds files already; a run is never written over another: "
+                    "give this one a new name, or move the old folder away"
+                )
+            (self.folder / HEADER_FILE).write_text(header_text + "\n", encoding="utf-8")
+            for name in (RECORDS_FILE, EVALUATIONS_FILE):
+                self._files[name] = (self.folder / name).open("w", encoding="utf-8")
+        except OSError as error:
+            raise RecordError(f"run folder {self.folder} can't be written: {error.strerror}") from error
+
+    def write(self, record: UpdateRecord) -> None:
+        """Append one update."""
+        self._append(RECORDS_FILE, record.to_dict())
+
+    def write_evaluation(self, evaluation: Evaluation) -> None:
+        """Append one evaluation."""
+        self._append(EVALUATIONS_FILE, evaluation.to_dict())
+
+    def close(self, reason: EndReason = "done", message: str | None = None) -> None:
+        """Close the files and write how the run ended; a second call changes nothing."""
+        if not self._files:
+            return
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        end = RunEnd(reason=reason, message=message)
+        (self.folder / END_FILE).write_text(_dump(end.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif isinstance(error, KeyboardInterrupt):
+            self.close("interrupted", "stopped from the keyboard")
+        else:
+            self.close("failed", f"{type(error).__name__}: {error}")
+
+    def _append(self, name: str, data: dict[str, Any]) -> None:
+        if name not in self._files:
+            raise RecordError(f"run folder {self.folder} is closed; nothing more can be written to {name}")
+        self._files[name].write(_dump(data) + "\n")
+        self._files[name].flush()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run folder, read.
+
+    Args:
+        folder: where it was read from.
+        header: what was the same for every update.
+        records: the updates, in order.
+        evaluations: the evaluations, in order.
+        end: how it ended; None when it was killed or is still going.
+        torn_line: True when the last line of a file was cut off in the middle, and left out.
+    """
+
+    folder: Path
+    header: RunHeader
+    records: list[UpdateRecord]
+    evaluations: list[Evaluation]
+    end: RunEnd | None
+    torn_line: bool
+
+    def counters(self) -> Counters:
+        """The totals of the records, over all replicas."""
+        counters = Counters()
+        for r in self.records:
+            counters.advance(
+                outcome=r.outcome, micro_batches=r.micro_batches, samples=r.samples, items=r.items
+            )
+        return counters
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read a run folder, also that of a run which was killed in the middle of a line.
+
+    Args:
+        folder: what a ``RunLog`` wrote.
+
+    Returns:
+        The run. ``torn_line`` says whether an unfinished last line was left out.
+
+    Raises:
+        RecordError: no such run, a broken line that is not the last (file and line number are
+            named), or a schema version newer than this one.
+    """
+    folder = Path(folder)
+    if not (folder / HEADER_FILE).is_file():
+        raise RecordError(
+            f"no run in {folder}: there is no {HEADER_FILE}; give the folder that the run wrote"
+        )
+    header = _build(RunHeader, *_read_whole(folder / HEADER_FILE))
+    lines, torn_records = _read_lines(folder / RECORDS_FILE)
+    evaluations, torn_evaluations = _read_lines(folder / EVALUATIONS_FILE)
+    end_file = folder / END_FILE
+    return Run(
+        folder=folder,
+        header=header,
+        records=[_build(UpdateRecord, data, where) for data, where in lines],
+        evaluations=[_build(Evaluation, data, where) for data, where in evaluations],
+        end=_build(RunEnd, *_read_whole(end_file)) if end_file.is_file() else None,
+        torn_line=torn_records or torn_evaluations,
+    )
+
+
+def utc_now() -> str:
+    """This moment as ISO 8601 in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def package_versions(names: Iterable[str] = ("torch", "numpy", "wholebatch")) -> dict[str, str]:
+    """Versions of Python and of the named packages that are installed, without importing them."""
+    versions = {"python": platform.python_version()}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+T = TypeVar("T", UpdateRecord, Evaluation, RunHeader, RunEnd)
+
+
+def _versioned(value: UpdateRecord | Evaluation | RunHeader | RunEnd) -> dict[str, Any]:
+    finite: dict[str, Any] = _finite(dataclasses.asdict(value))
+    return {"schema_version": SCHEMA_VERSION, **finite}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity; other readers would refuse the whole line."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+def _dump(data: dict[str, Any], indent: int | None = None) -> str:
+    try:
+        return json.dumps(data, allow_nan=False, indent=indent)
+    except TypeError as error:
+        raise RecordError(f"a record holds plain numbers, texts and lists only: {error}") from error
+
+
+def _read_whole(path: Path) -> tuple[dict[str, Any], str]:
+    data = _parse(path.read_bytes())
+    if data is None:
+        raise RecordError(f"{path} is not a JSON object; it was cut off or changed after it was written")
+    return data, str(path)
+
+
+def _read_lines(path: Path) -> tuple[list[tuple[dict[str, Any], str]], bool]:
+    """The objects of a file of JSON lines, each with its place, and whether the last was torn."""
+    if not path.is_file():
+        return [], False
+    parsed: list[tuple[dict[str, Any], str]] = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        unfinished = number == len(lines)
+        if unfinished and not line:
+            break
+        data = _parse(line)
+        if data is None and unfinished:
+            return parsed, True
+        if data is None:
+            raise RecordError(f"{path} line {number} is not a JSON object; only a last line may be cut off")
+        parsed.append((data, f"{path} line {number}"))
+    return parsed, False
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        data = json.loads(line)
+    except ValueError:
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _build(kind: type[T], data: dict[str, Any], where: str) -> T:
+    version = data.get("schema_version")
+    if not isinstance(version, int):
+        raise RecordError(f"{where} has no schema_version; it was not written by this program")
+    if version > SCHEMA_VERSION:
+        raise RecordError(
+            f"{where} has schema version {version}; this program reads up to {SCHEMA_VERSION}: "
+            "read it with the version that wrote it"
+        )
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    required = [n for n, f in known.items() if f.default is f.default_factory is dataclasses.MISSING]
+    missing = [name for name in required if name not in data]
+    if missing:
+        raise RecordError(f"{where} lacks {', '.join(missing)}")
+    return kind(**{name: value for name, value in data.items() if name in known})

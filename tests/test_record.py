@@ -1,0 +1,294 @@
+"""The record: what is written can be read, also after a crash; what can't be trusted is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wholebatch.errors import RecordError
+from wholebatch.record import (
+    SCHEMA_VERSION,
+    Counters,
+    Evaluation,
+    RunEnd,
+    RunHeader,
+    RunLog,
+    UpdateRecord,
+    package_versions,
+    read_run,
+)
+
+
+def a_record(**changes: Any) -> UpdateRecord:
+    values: dict[str, Any] = {
+        "outcome": "applied",
+        "updates_attempted": 3,
+        "updates_applied": 2,
+        "micro_batches": 4,
+        "samples": 16,
+        "items": 900,
+        "positions": 1200,
+        "loss_per_item": 2.5,
+        "gradient_norm": 1.5,
+        "seconds": 0.25,
+    }
+    return UpdateRecord(**(values | changes))
+
+
+def a_header(**changes: Any) -> RunHeader:
+    values: dict[str, Any] = {
+        "global_batch_samples": 16,
+        "micro_batch_samples": 4,
+        "micro_batches_per_window": 2,
+        "replicas": 2,
+        "layout": {"ranks": 2, "tensor_parallel": 1},
+        "tail": "partial",
+        "precision": "parameters float32, forward float32",
+        "seeds": {"data": 7},
+    }
+    return RunHeader(**(values | changes))
+
+
+def an_evaluation(**changes: Any) -> Evaluation:
+    values: dict[str, Any] = {
+        "split": "held_out",
+        "updates_applied": 2,
+        "samples_consumed": 48,
+        "samples": 10,
+        "items": 700,
+        "loss_per_item": 2.75,
+        "seconds": 0.5,
+    }
+    return Evaluation(**(values | changes))
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    with RunLog(folder, a_header()) as log:
+        log.write(a_record())
+        log.write(a_record(outcome="skipped_nonfinite", reason="NaN", loss_per_item=math.nan))
+        log.write_evaluation(an_evaluation())
+    return folder
+
+
+def test_what_is_written_is_read_back(finished: Path) -> None:
+    run = read_run(finished)
+    assert run.records == [
+        a_record(),
+        a_record(outcome="skipped_nonfinite", reason="NaN", loss_per_item=None),
+    ]
+    assert run.evaluations == [an_evaluation()]
+    assert run.header.global_batch_samples == 16
+    assert run.header.normalisation == "sum over items / N"
+    assert run.header.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert run.header.started_at.endswith("+00:00")
+    assert run.end is not None
+    assert run.end.reason == "done"
+    assert not run.torn_line
+
+
+def test_promised_keys_are_in_every_line(finished: Path) -> None:
+    promised = "outcome updates_attempted updates_applied micro_batches samples items positions"
+    promised += " loss_per_item gradient_norm seconds schema_version"
+    for line in (finished / "records.jsonl").read_text().splitlines():
+        assert set(promised.split()) <= set(json.loads(line))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_no_nan_or_infinity_anywhere_in_the_json(bad: float) -> None:
+    terms: dict[str, dict[str, float | None]] = {"ce": {"items": 1.0, "loss_per_item": bad}}
+    record = a_record(gradient_norm=bad, loss_scale=bad, learning_rates=[bad, 0.1], terms=terms)
+    data = record.to_dict()
+    json.dumps(data, allow_nan=False)
+    assert data["gradient_norm"] is data["loss_scale"] is data["terms"]["ce"]["loss_per_item"] is None
+    assert data["learning_rates"] == [None, 0.1]
+
+
+def test_a_line_reaches_the_file_when_it_is_written(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run", a_header())
+    log.write(a_record())
+    assert len(read_run(tmp_path / "run").records) == 1
+    assert read_run(tmp_path / "run").end is None
+    log.close()
+
+
+def test_every_cut_of_the_last_line_is_readable(finished: Path) -> None:
+    file = finished / "records.jsonl"
+    whole = file.read_bytes()
+    start_of_last = whole.rindex(b"\n", 0, -1) + 1
+    for end in range(start_of_last + 1, len(whole) - 1):
+        file.write_bytes(whole[:end])
+        run = read_run(finished)
+        assert run.torn_line
+        assert run.records == [a_record()]
+    file.write_bytes(whole[:-1])  # only the line end is lost: the record is complete
+    assert not read_run(finished).torn_line
+    assert len(read_run(finished).records) == 2
+
+
+def test_a_broken_line_in_the_middle_is_named(finished: Path) -> None:
+    file = finished / "records.jsonl"
+    lines = file.read_bytes().split(b"\n")
+    file.write_bytes(b"\n".join([lines[0], b'{"outcome": "app', lines[1], b""]))
+    with pytest.raises(RecordError, match=r"records\.jsonl line 2 is not a JSON object"):
+        read_run(finished)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
+def test_a_broken_header_is_named(finished: Path, content: bytes) -> None:
+    (finished / "header.json").write_bytes(content)
+    with pytest.raises(RecordError, match=r"header\.json is not a JSON object"):
+        read_run(finished)
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    data = json.loads(file.read_text())
+    for key, value in changes.items():
+        if value is ...:
+            del data[key]
+        else:
+            data[key] = value
+    file.write_text(json.dumps(data) + "\n")
+
+
+def test_a_newer_schema_version_is_refused_with_both(finished: Path) -> None:
+    edit_json(finished / "header.json", schema_version=SCHEMA_VERSION + 4)
+    message = f"has schema version {SCHEMA_VERSION + 4}; this program reads up to {SCHEMA_VERSION}"
+    with pytest.raises(RecordError, match=message):
+        read_run(finished)
+
+
+def test_a_file_without_schema_version_is_refused(finished: Path) -> None:
+    edit_json(finished / "end.json", schema_version=...)
+    with pytest.raises(RecordError, match=r"end\.json has no schema_version"):
+        read_run(finished)
+
+
+def test_a_missing_key_is_named_and_an_unknown_one_ignored(finished: Path) -> None:
+    edit_json(finished / "header.json", added_later=1)
+    assert read_run(finished).header.replicas == 2
+    edit_json(finished / "header.json", replicas=..., tail=...)
+    with pytest.raises(RecordError, match=r"header\.json lacks replicas, tail"):
+        read_run(finished)
+
+
+def test_no_run_in_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"no run in .*: it has no header\.json"):
+        read_run(tmp_path)
+
+
+def test_a_run_is_never_written_over_another(finished: Path) -> None:
+    before = sorted((p.name, p.read_bytes()) for p in finished.iterdir())
+    with pytest.raises(RecordError, match=f"run folder {finished} holds files already"):
+        RunLog(finished, a_header())
+    assert sorted((p.name, p.read_bytes()) for p in finished.iterdir()) == before
+
+
+def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="can't be written"):
+        RunLog(tmp_path / "file" / "run", a_header())
+
+
+def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run", a_header())
+    log.close("failed", "disk full")
+    log.close()
+    assert read_run(tmp_path / "run").end == RunEnd(
+        reason="failed", message="disk full", ended_at=read_run(tmp_path / "run").end.ended_at
+    )
+    with pytest.raises(RecordError, match=r"is closed; nothing more can be written to records\.jsonl"):
+        log.write(a_record())
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "message"),
+    [
+        (KeyboardInterrupt(), "interrupted", "keyboard"),
+        (ValueError("m is 3"), "failed", "ValueError: m is 3"),
+    ],
+)
+def test_the_end_says_why(tmp_path: Path, error: BaseException, reason: str, message: str) -> None:
+    with pytest.raises(type(error)), RunLog(tmp_path / "run", a_header()) as log:
+        log.write(a_record())
+        raise error
+    end = read_run(tmp_path / "run").end
+    assert end is not None
+    assert end.reason == reason
+    assert message in str(end.message)
+
+
+def test_what_is_not_plain_data_is_refused(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "run", a_header()) as log:
+        with pytest.raises(RecordError, match="plain numbers, texts and lists only"):
+            log.write(a_record(items=object()))
+        log.write(a_record())
+    assert len(read_run(tmp_path / "run").records) == 1
+
+
+def test_an_unknown_outcome_is_refused() -> None:
+    with pytest.raises(RecordError, match="'stepped' is not one of applied, skipped_nonfinite"):
+        a_record(outcome="stepped")
+    counters = Counters()
+    with pytest.raises(RecordError, match="'stepped' is not one of"):
+        counters.advance(outcome="stepped", micro_batches=1, samples=1, items=1)  # type: ignore[arg-type]
+    assert counters == Counters()
+
+
+def test_counters_add_up(finished: Path) -> None:
+    counters = read_run(finished).counters()
+    assert counters == Counters(
+        micro_batches=8,
+        updates_attempted=2,
+        updates_applied=1,
+        updates_skipped_nonfinite=1,
+        samples=32,
+        items=1800,
+    )
+    counters.advance(outcome="skipped_empty", micro_batches=4, samples=16, items=0)
+    assert (counters.updates_attempted, counters.updates_skipped_empty, counters.samples) == (3, 1, 48)
+
+
+def test_counters_are_saved_and_loaded() -> None:
+    counters = Counters()
+    counters.advance(outcome="applied", micro_batches=4, samples=16, items=2.5)
+    copy = Counters()
+    copy.load_state_dict(counters.state_dict())
+    assert copy == counters
+    state = counters.state_dict()
+    del state["items"]
+    with pytest.raises(RecordError, match="items is missing or unknown"):
+        copy.load_state_dict(state)
+    assert copy == counters
+
+
+def test_padding_share() -> None:
+    assert a_record(items=900, positions=1200).padding_share == 0.25
+    assert a_record(positions=0).padding_share is None
+
+
+def test_names_say_what_is_counted() -> None:
+    """No public name of the record is a bare step, batch_size or count."""
+    kinds = (UpdateRecord, Evaluation, RunHeader, RunEnd, Counters)
+    names = {f.name for kind in kinds for f in dataclasses.fields(kind)}
+    assert not {n for n in names if "step" in n or "batch_size" in n or "count" in n}
+    for kind in kinds[:-1]:
+        assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        assert "__slots__" in vars(kind)
+
+
+def test_versions_of_what_is_not_there() -> None:
+    assert package_versions(["no-such-package-here"])["no-such-package-here"] == "not installed"
+
+
+def test_record_imports_no_torch() -> None:
+    code = "import sys, wholebatch.record; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,14 @@
+"""What the fork server of ``ranks.py`` imports once, so that no worker has to.
+
+A module that is missing, or broken while somebody is editing it, must not take the server down:
+the worker that needs it will import it again and report the error where it belongs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+for _name in ("torch.distributed", "torch.nn.parallel", "numpy", "pytest", "ranks", "wholebatch.window"):
+    with contextlib.suppress(Exception):
+        importlib.import_module(_name)

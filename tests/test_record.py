@@ -217,9 +217,13 @@ def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
     ],
 )
 def test_the_end_says_why(tmp_path: Path, error: BaseException, reason: str, message: str) -> None:
-    with pytest.raises(type(error)), RunLog(tmp_path / "run", a_header()) as log:
-        log.write(a_record())
-        raise error
+    def run() -> None:
+        with RunLog(tmp_path / "run", a_header()) as log:
+            log.write(a_record())
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
     end = read_run(tmp_path / "run").end
     assert end is not None
     assert end.reason == reason

@@ -239,9 +239,7 @@ class Counters:
         names = {f.name for f in dataclasses.fields(self)}
         if set(state) != names:
             odd = ", ".join(sorted(names ^ set(state)))
-            raise RecordError(
-                f"counters to load lack or do not know: {odd}; expected {', '.join(sorted(names))}"
-            )
+            raise RecordError(f"counters to load: {odd} is missing or unknown; expected {sorted(names)}")
         for name, total in state.items():
             setattr(self, name, total)
 
@@ -360,9 +358,7 @@ def read_run(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     if not (folder / HEADER_FILE).is_file():
-        raise RecordError(
-            f"no run in {folder}: there is no {HEADER_FILE}; give the folder that the run wrote"
-        )
+        raise RecordError(f"no run in {folder}: it has no {HEADER_FILE}; give the folder of a run")
     header = _build(RunHeader, *_read_whole(folder / HEADER_FILE))
     lines, torn_records = _read_lines(folder / RECORDS_FILE)
     evaluations, torn_evaluations = _read_lines(folder / EVALUATIONS_FILE)

@@ -46,7 +46,7 @@ _REAP_S = 5.0
 Outcome = tuple[Literal["ok"], Any] | tuple[Literal["error"], str, str] | tuple[Literal["died"], int]
 
 
-class RankTraceback(Exception):
+class RankTracebackError(Exception):
     """The traceback of a worker, shown as the cause of the exception that it raised."""
 
 
@@ -87,7 +87,7 @@ def run_ranks(
             ("died", exit code), where a negative exit code is the signal that killed it.
 
     Raises:
-        Exception: what the first failing rank raised, caused by a RankTraceback.
+        Exception: what the first failing rank raised, caused by a RankTracebackError.
         RankDiedError: a rank ended without a word.
         RanksTimeoutError: ranks were still running after ``timeout_s``; shows where they stood.
     """
@@ -98,8 +98,8 @@ def run_ranks(
     ranks: list[_Rank] = []
     try:
         deadline = time.monotonic() + timeout_s
-        for rank in range(n):
-            ranks.append(_start(rank, n, call, folder, timeout_s))
+        for rank in range(n):  # one by one into the list, so that a failed start ends the others
+            ranks += [_start(rank, n, call, folder, timeout_s)]
         _collect(ranks, deadline, stop_at_failure=expect == "results")
         late = [one for one in ranks if _is_running(one)]
         failed = any(not _is_ok(one) for one in ranks if one not in late)
@@ -205,7 +205,7 @@ def _results(ranks: list[_Rank]) -> list[Any]:
     assert report is not None
     if report["kind"] == "died":
         raise RankDiedError(f"rank {first.rank} of {len(ranks)} died with exit code {report['exit_code']}")
-    cause = RankTraceback(f"on rank {first.rank} of {len(ranks)}:\n{report['traceback']}")
+    cause = RankTracebackError(f"on rank {first.rank} of {len(ranks)}:\n{report['traceback']}")
     raise _unpickled_error(report) from cause
 
 

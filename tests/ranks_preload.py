@@ -1,4 +1,4 @@
-"""What the fork server of ``ranks.py`` imports once, so that no worker has to.
+"""What the fork server of ``ranks.py`` does once, so that no worker has to.
 
 A module that is missing, or broken while somebody is editing it, must not take the server down:
 the worker that needs it will import it again and report the error where it belongs.
@@ -12,3 +12,9 @@ import importlib
 for _name in ("torch.distributed", "torch.nn.parallel", "numpy", "pytest", "ranks", "wholebatch.window"):
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
+
+with contextlib.suppress(ImportError):
+    import torch
+
+    # Not only a flag: it imports 800 modules of the compiler, a second that each worker would pay.
+    torch.use_deterministic_algorithms(True)

@@ -1,0 +1,80 @@
+"""What the finish needs from gradients: who owns them, their norm, a copy, a common factor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def own_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """Every parameter that ``optimizers`` move, each once, in the order of their groups."""
+    unique: dict[int, nn.Parameter] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                unique[id(parameter)] = parameter
+    return list(unique.values())
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients that are present, in order."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+@torch.no_grad()
+def total_norm(gradients: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:
+    """The Euclidean norm over all elements of all gradients, ``sqrt(sum_g sum_i g_i^2)``.
+
+    Args:
+        gradients: tensors of any shapes and devices; at least one.
+        dtype: the precision of the sum; by default float32, or the gradients' own where wider.
+            (A norm summed in bfloat16 would itself be wrong in its third digit.)
+
+    Returns:
+        0-dimensional tensor on the first gradient's device; nothing is read by the host.
+
+    Exactness: rounding of one sum in ``dtype``. Overflows to infinity where the squares of finite
+    gradients leave ``dtype``; the caller then asks again in float64.
+    """
+    home = gradients[0].device
+    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    norms: list[Tensor] = []
+    for group in _by_kind(dense):
+        wide = dtype or torch.promote_types(group[0].dtype, torch.float32)
+        norms += [norm.to(home) for norm in torch._foreach_norm(group, 2, dtype=wide)]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+@torch.no_grad()
+def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiply every gradient by ``factor`` in place, one pass.
+
+    Exactness: one rounding in the gradient's dtype; none when ``factor`` is 1.
+    """
+    if factor == 1.0:
+        return
+    for group in _by_kind(gradients):
+        torch._foreach_mul_(group, factor)
+
+
+def copy_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor | None]]:
+    """Each parameter with a copy of its gradient (``None`` where it has none), to put back later."""
+    return [(p, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
+
+
+def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Set every gradient to ``None``."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Groups of one device, dtype and layout, as the foreach operations want them."""
+    groups: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype, tensor.layout), []).append(tensor)
+    return list(groups.values())

@@ -1,0 +1,287 @@
+"""The usual losses as objectives: summed, counted, never divided.
+
+What each counts as an item is the first thing its docstring says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wholebatch.errors import ObjectiveError
+from wholebatch.objective import Number, SummedLoss
+
+Selector = str | int | Callable[[Any], Tensor]
+
+
+def next_token_loss(
+    *,
+    ignore_index: int = -100,
+    class_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    labels: Selector = "labels",
+) -> SummedLoss:
+    """Cross-entropy of each position's logits against the **next** position's label. It shifts.
+
+    ``sum over samples b and positions t < T-1 with labels[b, t+1] != ignore_index`` of
+    ``w[y] * -log softmax(logits[b, t])[y]`` with ``y = labels[b, t+1]``; N is the number of those
+    labels, or the sum of their ``class_weights``. The first label of a sample is never a target
+    and is not counted. Give it unshifted labels: usually the input ids, with ``ignore_index`` where
+    nothing is to be learned.
+
+    Args:
+        ignore_index: label value of positions that do not count.
+        class_weights: ``[classes]``, what a target of each class counts for, or ``None``.
+        label_smoothing: share of the target spread evenly over all classes, in [0, 1).
+        labels: key, index or function that finds ``[samples, positions]`` integer labels in a batch.
+
+    Returns:
+        An objective for logits ``[samples, positions, classes]`` (or an output with ``.logits``).
+
+    Raises:
+        ObjectiveError: labels missing, not integers, or of another shape than the logits.
+
+    Exactness: exact in real arithmetic over any split. Half-precision logits are summed in float32.
+    Source: the weighted mean is that of ``torch.nn.functional.cross_entropy``.
+    """
+
+    def shifted(batch: Any) -> Tensor:
+        found = _labels(batch, labels, "next_token_loss")
+        if found.ndim != 2:
+            raise ObjectiveError(
+                f"next_token_loss takes labels of shape [samples, positions], got {list(found.shape)}; "
+                f"token_loss takes labels that are not shifted, of any shape"
+            )
+        # Shift the labels, not the logits: a slice of the logits would copy the largest tensor here.
+        ignored = found.new_full((found.shape[0], 1), ignore_index)
+        return torch.cat([found[:, 1:], ignored], dim=1)
+
+    return _cross_entropy("next_token_loss", shifted, ignore_index, class_weights, label_smoothing)
+
+
+def token_loss(
+    *,
+    ignore_index: int = -100,
+    class_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    labels: Selector = "labels",
+) -> SummedLoss:
+    """Cross-entropy of each position's logits against the label at the **same** position. No shift.
+
+    ``sum over positions with label y != ignore_index of w[y] * -log softmax(logits)[y]``; N is the
+    number of those labels, or the sum of their ``class_weights``. For masked language models,
+    tagging, and classification, where logits are ``[samples, classes]`` and labels ``[samples]``.
+
+    Args:
+        ignore_index: label value of positions that do not count.
+        class_weights: ``[classes]``, what a target of each class counts for, or ``None``.
+        label_smoothing: share of the target spread evenly over all classes, in [0, 1).
+        labels: key, index or function that finds the integer labels ``[...]`` in a batch.
+
+    Returns:
+        An objective for logits ``[..., classes]`` (or an output with ``.logits``).
+
+    Raises:
+        ObjectiveError: labels missing, not integers, or of another shape than the logits.
+
+    Exactness: exact in real arithmetic over any split. Half-precision logits are summed in float32.
+    Source: the weighted mean is that of ``torch.nn.functional.cross_entropy``.
+    """
+
+    def unshifted(batch: Any) -> Tensor:
+        return _labels(batch, labels, "token_loss")
+
+    return _cross_entropy("token_loss", unshifted, ignore_index, class_weights, label_smoothing)
+
+
+def regression_loss(
+    *,
+    kind: str = "squared",
+    targets: Selector = "targets",
+    mask: Selector | None = None,
+) -> SummedLoss:
+    """Squared, absolute or Huber error, summed over elements.
+
+    ``sum over elements (with mask 1) of f(output - target)``; N is the number of those elements.
+
+    Args:
+        kind: ``"squared"``, ``"absolute"`` or ``"huber"`` (threshold 1).
+        targets: finds targets ``[samples, ...]`` in a batch; the output must have the same shape.
+        mask: finds a mask of the targets' shape, 1 for elements that count; all count by default.
+
+    Returns:
+        An objective for outputs of the targets' shape.
+
+    Raises:
+        ObjectiveError: an unknown kind, or shapes that differ. (Torch would broadcast ``[m]``
+            against ``[m, 1]`` to ``[m, m]`` and train on pairs that do not exist.)
+
+    Exactness: exact in real arithmetic over any split.
+    """
+    functions: dict[str, Callable[..., Tensor]] = {
+        "squared": F.mse_loss,
+        "absolute": F.l1_loss,
+        "huber": F.huber_loss,
+    }
+    if kind not in functions:
+        raise ObjectiveError(f"regression_loss(kind={kind!r}) is none of {', '.join(map(repr, functions))}")
+    return _elementwise("regression_loss", functions[kind], targets, mask)
+
+
+def binary_loss(
+    *,
+    labels: Selector = "labels",
+    mask: Selector | None = None,
+    pos_weight: Tensor | None = None,
+) -> SummedLoss:
+    """Binary cross-entropy on logits, one item for each label of each sample; also multi-label.
+
+    ``sum over elements (with mask 1) of -[p y log s(x) + (1 - y) log(1 - s(x))]`` with
+    ``s`` the logistic function and ``p = pos_weight``; N is the number of those elements.
+    ``pos_weight`` does not change N, as in PyTorch's own mean.
+
+    Args:
+        labels: finds labels in [0, 1] of shape ``[samples, ...]`` in a batch.
+        mask: finds a mask of the labels' shape, 1 for elements that count; all count by default.
+        pos_weight: ``[labels per sample]``, the weight of positive labels, or ``None``.
+
+    Returns:
+        An objective for logits of the labels' shape.
+
+    Raises:
+        ObjectiveError: labels missing, or of another shape than the logits.
+
+    Exactness: exact in real arithmetic over any split.
+    Source: ``torch.nn.functional.binary_cross_entropy_with_logits``.
+    """
+
+    def loss(logits: Tensor, wanted: Tensor, reduction: str) -> Tensor:
+        weight = None if pos_weight is None else pos_weight.to(logits)
+        return F.binary_cross_entropy_with_logits(
+            logits, wanted.to(logits.dtype), pos_weight=weight, reduction=reduction
+        )
+
+    return _elementwise("binary_loss", loss, labels, mask)
+
+
+def _labels(batch: Any, selector: Selector, name: str) -> Tensor:
+    found = _select(batch, selector, name)
+    if found.is_floating_point() or found.dtype == torch.bool:
+        raise ObjectiveError(f"{name} takes integer labels, got {found.dtype} of shape {list(found.shape)}")
+    return found
+
+
+def _select(batch: Any, selector: Selector, name: str) -> Tensor:
+    if callable(selector):
+        found = selector(batch)
+    else:
+        try:
+            found = batch[selector]
+        except (KeyError, IndexError, TypeError) as error:
+            has = f"keys {list(batch)}" if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
+            raise ObjectiveError(
+                f"{name} found no {selector!r} in a batch with {has}; name where they are, for "
+                f"instance labels='targets', an index for a tuple, or a function of the batch"
+            ) from error
+    if not isinstance(found, Tensor):
+        raise ObjectiveError(f"{name} found a {type(found).__name__} at {selector!r}; it needs a tensor")
+    return found
+
+
+def _logits(output: Any) -> Tensor:
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise ObjectiveError(
+            f"a model output of type {type(output).__name__} has no logits; give the objective a tensor"
+        )
+    # A sum of thousands of items in half precision would lose most of them.
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def _cross_entropy(
+    name: str,
+    targets: Callable[[Any], Tensor],
+    ignore_index: int,
+    class_weights: Tensor | None,
+    label_smoothing: float,
+) -> SummedLoss:
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ObjectiveError(f"{name}(label_smoothing={label_smoothing!r}) is not in [0, 1)")
+
+    def number(wanted: Tensor) -> Number:
+        counts = wanted != ignore_index
+        if class_weights is None:
+            return counts.sum()
+        weights = class_weights.to(device=wanted.device, dtype=torch.float64)
+        # No boolean indexing: on an accelerator it would wait for the device.
+        return (weights[torch.where(counts, wanted, 0)] * counts).sum()
+
+    def loss(output: Any, batch: Any) -> tuple[Tensor, Number]:
+        logits = _logits(output)
+        wanted = targets(batch).to(logits.device, non_blocking=True)
+        if logits.shape[:-1] != wanted.shape:
+            raise ObjectiveError(
+                f"{name}: logits of shape {list(logits.shape)} do not fit labels of shape "
+                f"{list(wanted.shape)}; logits are [..., classes] and labels [...]"
+            )
+        weights = None if class_weights is None else class_weights.to(logits)
+        if weights is not None and weights.shape != logits.shape[-1:]:
+            raise ObjectiveError(
+                f"{name}: {weights.numel()} class weights do not fit logits of {logits.shape[-1]} classes"
+            )
+        summed = F.cross_entropy(
+            logits.flatten(0, -2),
+            wanted.flatten(),
+            weight=weights,
+            ignore_index=ignore_index,
+            reduction="sum",
+            label_smoothing=label_smoothing,
+        )
+        return summed, number(wanted)
+
+    return SummedLoss(
+        name=name,
+        loss=loss,
+        items=lambda batch: number(targets(batch)),
+        forward_positions=lambda batch: targets(batch).numel(),
+    )
+
+
+def _elementwise(
+    name: str, function: Callable[..., Tensor], targets: Selector, mask: Selector | None
+) -> SummedLoss:
+    def number(batch: Any) -> Number:
+        wanted = _select(batch, targets, name)
+        return wanted.numel() if mask is None else (_select(batch, mask, name) != 0).sum()
+
+    def loss(output: Any, batch: Any) -> tuple[Tensor, Number]:
+        values = _logits(output)
+        wanted = _select(batch, targets, name).to(values.device, non_blocking=True)
+        if values.shape != wanted.shape:
+            raise ObjectiveError(
+                f"{name}: an output of shape {list(values.shape)} does not fit targets of shape "
+                f"{list(wanted.shape)}; they would be broadcast against each other"
+            )
+        if mask is None:
+            return function(values, wanted, reduction="sum"), wanted.numel()
+        counts = _select(batch, mask, name).to(values.device, non_blocking=True) != 0
+        if counts.shape != wanted.shape:
+            raise ObjectiveError(
+                f"{name}: a mask of shape {list(counts.shape)} does not fit targets of shape "
+                f"{list(wanted.shape)}"
+            )
+        # Masked elements are replaced before and after, not multiplied by zero: a NaN in padding
+        # would survive 0 * NaN, forward and backward.
+        each = function(torch.where(counts, values, 0), torch.where(counts, wanted, 0), reduction="none")
+        return torch.where(counts, each, 0).sum(), counts.sum()
+
+    return SummedLoss(
+        name=name,
+        loss=loss,
+        items=number,
+        forward_positions=lambda batch: _select(batch, targets, name).numel(),
+    )

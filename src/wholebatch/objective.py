@@ -1,0 +1,215 @@
+"""The objective: which items count, their summed loss and their number, in one object.
+
+The loss of an update is ``sum_k c_k * (sum of term k over its items) / N_k``, where ``N_k`` is the
+number of items of term k in the whole global batch (their weights summed, where they have any).
+An objective owns the first sum and ``N`` together, so that a count can't drift from its sum; the
+division happens once, in the window. Nothing here divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from wholebatch.errors import ObjectiveError
+from wholebatch.split import num_samples
+
+Number = Tensor | int | float
+
+
+class LossSum(NamedTuple):
+    """The summed loss of some items, and how many they are.
+
+    Attributes:
+        loss_sum: scalar tensor, summed over items and *not* divided.
+        num_items: the items in that sum, or the sum of their weights.
+    """
+
+    loss_sum: Tensor
+    num_items: Number
+
+
+class Objective(Protocol):
+    """What the window, verify and the training job need to know of a loss."""
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """The coefficient ``c_k`` of each term, by the term's name."""
+
+    def count(self, batch: Any) -> Mapping[str, Number | None]:
+        """Items of one micro-batch by term, before its forward; ``None`` where unknowable."""
+
+    def positions(self, batch: Any) -> int:
+        """Elements that the forward computes for this micro-batch, padding included."""
+
+    def __call__(self, output: Any, batch: Any) -> LossSum | Mapping[str, LossSum]:
+        """The summed loss of one micro-batch and its items."""
+
+
+_ONE_TERM: Mapping[str, float] = MappingProxyType({"loss": 1.0})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SummedLoss:
+    """An objective with one term.
+
+    Args:
+        name: what messages call it.
+        loss: ``loss(output, batch) -> (loss_sum, num_items)``, a sum that is not divided.
+        items: ``items(batch) -> num_items`` ahead of the forward, or ``None`` where unknowable.
+        forward_positions: ``forward_positions(batch) -> int``; by default the batch's samples.
+    """
+
+    name: str
+    loss: Callable[[Any, Any], tuple[Tensor, Number]]
+    items: Callable[[Any], Number] | None = None
+    forward_positions: Callable[[Any], int] = num_samples
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        return _ONE_TERM
+
+    def count(self, batch: Any) -> Mapping[str, Number | None]:
+        return {"loss": None if self.items is None else self.items(batch)}
+
+    def positions(self, batch: Any) -> int:
+        return self.forward_positions(batch)
+
+    def __call__(self, output: Any, batch: Any) -> LossSum:
+        return as_loss_sum(self.loss(output, batch), name=self.name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightedTerms:
+    """An objective of several terms, each with its own items and coefficient."""
+
+    terms: Mapping[str, tuple[SummedLoss, float]]
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        return {name: coefficient for name, (_, coefficient) in self.terms.items()}
+
+    def count(self, batch: Any) -> Mapping[str, Number | None]:
+        return {name: objective.count(batch)["loss"] for name, (objective, _) in self.terms.items()}
+
+    def positions(self, batch: Any) -> int:
+        return max(objective.positions(batch) for objective, _ in self.terms.values())
+
+    def __call__(self, output: Any, batch: Any) -> Mapping[str, LossSum]:
+        by_term = isinstance(output, Mapping) and all(name in output for name in self.terms)
+        return {
+            name: objective(output[name] if by_term else output, batch)
+            for name, (objective, _) in self.terms.items()
+        }
+
+
+def sample_loss(losses: Callable[[Any, Any], Tensor]) -> SummedLoss:
+    """A loss with one value per sample, each sample one item: ``sum over samples``; N samples.
+
+    Args:
+        losses: ``losses(output, batch)`` returns ``[samples]``, one loss for each sample.
+
+    Returns:
+        An objective whose N is the number of samples.
+
+    Raises:
+        ObjectiveError: the function returns another shape than ``[samples]``.
+
+    Exactness: exact in real arithmetic over any split, if each loss depends on its sample alone.
+    """
+
+    def loss(output: Any, batch: Any) -> tuple[Tensor, Number]:
+        samples = num_samples(batch)
+        values = losses(output, batch)
+        if values.shape != (samples,):
+            raise ObjectiveError(
+                f"sample_loss wants one loss for each of {samples} samples, shape [{samples}], "
+                f"got {list(values.shape)}"
+            )
+        return values.sum(), samples
+
+    return SummedLoss(name="sample_loss", loss=loss, items=num_samples)
+
+
+def counted_loss(
+    loss: Callable[[Any, Any], tuple[Tensor, Number]],
+    *,
+    count: Callable[[Any], Number] | None = None,
+    positions: Callable[[Any], int] = num_samples,
+) -> SummedLoss:
+    """Any loss of your own that returns ``(loss_sum, num_items)``.
+
+    ``loss_sum`` is summed over ``num_items`` items and not divided by anything.
+
+    Args:
+        loss: ``loss(output, batch) -> (loss_sum, num_items)``.
+        count: ``count(batch) -> num_items`` ahead of the forward. Without it the window runs with a
+            provisional denominator and corrects it once at the finish.
+        positions: elements that the forward computes for a micro-batch, padding included.
+
+    Returns:
+        An objective with one term.
+
+    Exactness: exact in real arithmetic over any split, if the sum and the number both add up over
+    samples; ``verify_window`` shows whether they do.
+    """
+    return SummedLoss(name="counted_loss", loss=loss, items=count, forward_positions=positions)
+
+
+def weighted_terms(terms: Mapping[str, tuple[SummedLoss, float]]) -> WeightedTerms:
+    """Several losses in one update, each divided by its own number of items.
+
+    ``sum_k c_k / N_k * (sum of term k over its items)``.
+
+    Args:
+        terms: name to ``(objective, coefficient c_k)``.
+
+    Returns:
+        An objective that hands each term the model's output, or ``output[name]`` where the output
+        is a mapping with an entry for every term.
+
+    Raises:
+        ObjectiveError: no terms, a term that is no objective, or a coefficient that is no number.
+
+    Exactness: exact in real arithmetic over any split.
+    """
+    if not terms:
+        raise ObjectiveError("weighted_terms needs at least one term, as name: (objective, coefficient)")
+    checked: dict[str, tuple[SummedLoss, float]] = {}
+    for name, term in terms.items():
+        if not (isinstance(term, tuple) and len(term) == 2 and isinstance(term[0], SummedLoss)):
+            raise ObjectiveError(f"term {name!r} is {term!r}; give (objective, coefficient)")
+        coefficient = term[1]
+        if isinstance(coefficient, bool) or not isinstance(coefficient, int | float):
+            raise ObjectiveError(f"the coefficient of term {name!r} is {coefficient!r}; give a number")
+        checked[name] = (term[0], float(coefficient))
+    return WeightedTerms(terms=MappingProxyType(checked))
+
+
+def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
+    """Check that ``value`` is ``(loss_sum, num_items)`` and return it as a :class:`LossSum`."""
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Tensor)):
+        raise ObjectiveError(
+            f"{name} gave a {type(value).__name__}; it must give (loss_sum, num_items): a loss summed "
+            f"over items and not divided, and how many items were summed"
+        )
+    loss_sum, items = value
+    if loss_sum.numel() != 1:
+        raise ObjectiveError(
+            f"{name} gave a loss of shape {list(loss_sum.shape)}; sum it over its items to a scalar"
+        )
+    if loss_sum.dtype in (torch.bfloat16, torch.float16):
+        raise ObjectiveError(
+            f"{name} was summed in {loss_sum.dtype}, where a share of 1/N is rounded to a few digits; "
+            f"sum in float32, for instance logits.float() before the loss"
+        )
+    if isinstance(items, Tensor) and items.numel() != 1:
+        raise ObjectiveError(f"{name} gave num_items of shape {list(items.shape)}; give one number")
+    if not isinstance(items, Tensor) and (isinstance(items, bool) or not isinstance(items, int | float)):
+        raise ObjectiveError(f"{name} gave num_items={items!r}; give a number of items")
+    return LossSum(loss_sum, items)

@@ -1,0 +1,115 @@
+"""Keep and put back what a forward moves besides gradients: random state and buffers.
+
+The window keeps both before its first micro-batch, so that an update which does not commit leaves
+no trace; verify uses the same pieces to run one forward twice.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomState:
+    """The random state of Python, numpy, torch on the host and the current accelerator."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    host: torch.Tensor
+    accelerator: torch.Tensor | None
+
+    @classmethod
+    def capture(cls) -> RandomState:
+        """The state as it is now. Reads no device memory: generators live on the host."""
+        return cls(
+            python=random.getstate(),
+            numpy=np.random.get_state(),
+            host=torch.get_rng_state(),
+            accelerator=_accelerator().get_rng_state() if torch.accelerator.is_available() else None,
+        )
+
+    def restore(self) -> None:
+        """Put this state back; the same forward then draws the same numbers."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.host)
+        if self.accelerator is not None:
+            _accelerator().set_rng_state(self.accelerator)
+
+
+def _accelerator() -> Any:
+    return torch.get_device_module(torch.accelerator.current_accelerator())
+
+
+@dataclass(kw_only=True, slots=True)
+class _Kept:
+    owner: nn.Module
+    key: str
+    name: str
+    tensor: torch.Tensor
+    version: int
+    value: torch.Tensor
+
+    def moved(self) -> bool:
+        return self.owner._buffers.get(self.key) is not self.tensor or self.tensor._version != self.version
+
+
+class BufferKeeper:
+    """Remembers every buffer of a module and puts back those that moved.
+
+    A buffer counts as moved when it was replaced or written in place since :meth:`keep`; torch
+    counts writes by itself (``Tensor._version``), so buffers that never move (masks, rotary tables)
+    are copied once and never compared.
+
+    Args:
+        module: the module whose buffers are kept, with all its submodules.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._kept: dict[tuple[int, str], _Kept] = {}
+
+    def keep(self) -> None:
+        """Remember the buffers as they are now."""
+        kept: dict[tuple[int, str], _Kept] = {}
+        for prefix, owner in self._module.named_modules():
+            for key, tensor in owner._buffers.items():
+                if tensor is None:
+                    continue
+                before = self._kept.get((id(owner), key))
+                if before is None or before.moved():
+                    name = f"{prefix}.{key}" if prefix else key
+                    before = _Kept(
+                        owner=owner,
+                        key=key,
+                        name=name,
+                        tensor=tensor,
+                        version=tensor._version,
+                        value=tensor.detach().clone(),
+                    )
+                kept[id(owner), key] = before
+        self._kept = kept
+
+    def moved(self) -> list[str]:
+        """Names of the buffers that were written or replaced since :meth:`keep`."""
+        return [kept.name for kept in self._kept.values() if kept.moved()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make every buffer what it was at :meth:`keep`: the same tensor with the same values.
+
+        Exactness: bit for bit.
+        """
+        for kept in self._kept.values():
+            if not kept.moved():
+                continue
+            kept.owner._buffers[kept.key] = kept.tensor
+            if kept.tensor._version != kept.version:
+                kept.tensor.copy_(kept.value)
+                kept.version = kept.tensor._version

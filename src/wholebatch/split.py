@@ -1,0 +1,112 @@
+"""Cut a batch into micro-batches along its samples.
+
+A batch is a tensor, or a dict or tuple of batches, with samples in dimension 0. A list is one
+entry per sample. Numbers, strings, ``None`` and 0-dimensional tensors belong to all samples and
+go to every micro-batch unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from wholebatch.errors import SplitError
+
+_SHARED = (str, bytes, bool, int, float, complex, type(None))
+
+
+def num_samples(batch: Any) -> int:
+    """The number of samples in ``batch``.
+
+    Args:
+        batch: tensor ``[samples, ...]``, list of samples, or a dict or tuple of these.
+
+    Returns:
+        The common length of dimension 0, in samples.
+
+    Raises:
+        SplitError: two parts disagree, nothing in the batch has a dimension of samples, or a
+            part is of a type that can't be cut.
+    """
+    lengths = dict(_lengths(batch, "batch"))
+    if not lengths:
+        raise SplitError(
+            f"a batch of type {type(batch).__name__} holds no tensor or list with a dimension of samples; "
+            f"pass a tensor, tuple or dict with samples in dimension 0"
+        )
+    first_path, first = next(iter(lengths.items()))
+    for path, length in lengths.items():
+        if length != first:
+            raise SplitError(
+                f"parts of one batch disagree on the number of samples: {first_path} has {first}, "
+                f"{path} has {length}; every tensor and list needs samples in dimension 0"
+            )
+    return first
+
+
+def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut ``batch`` into micro-batches of ``sizes`` samples, in order.
+
+    Args:
+        batch: as for :func:`num_samples`.
+        sizes: samples of each micro-batch; positive, and ``sum(sizes)`` equals the batch's samples.
+
+    Returns:
+        One batch of the same structure for each size. Tensors are views of the original.
+
+    Raises:
+        SplitError: a size is not positive, or the sizes do not add up to the batch.
+
+    Exactness: no arithmetic; every sample lands in exactly one micro-batch.
+    """
+    total = num_samples(batch)
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise SplitError(f"micro-batch sizes are whole numbers of samples, at least 1; got {list(sizes)}")
+    if sum(sizes) != total:
+        raise SplitError(
+            f"micro-batches of {list(sizes)} samples hold {sum(sizes)} together, but the batch has {total}"
+        )
+    ends = list(accumulate(sizes))
+    return [_cut(batch, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _lengths(part: Any, path: str) -> Iterator[tuple[str, int]]:
+    if isinstance(part, _SHARED):
+        return
+    if isinstance(part, Mapping):
+        for key, value in part.items():
+            yield from _lengths(value, f"{path}[{key!r}]")
+    elif isinstance(part, tuple):
+        for index, value in enumerate(part):
+            yield from _lengths(value, f"{path}[{index}]")
+    elif isinstance(part, list):
+        yield path, len(part)
+    elif _is_array(part):
+        if part.ndim > 0:
+            yield path, int(part.shape[0])
+    else:
+        raise SplitError(
+            f"{path} is a {type(part).__name__}, which can't be cut into micro-batches; "
+            f"use tensors, tuples, dicts and lists of samples"
+        )
+
+
+def _cut(part: Any, start: int, end: int) -> Any:
+    if isinstance(part, _SHARED):
+        return part
+    if isinstance(part, Mapping):
+        return {key: _cut(value, start, end) for key, value in part.items()}
+    if isinstance(part, tuple):
+        cut = [_cut(value, start, end) for value in part]
+        return type(part)(*cut) if hasattr(part, "_fields") else tuple(cut)
+    if _is_array(part) and part.ndim == 0:
+        return part
+    return part[start:end]
+
+
+def _is_array(part: Any) -> bool:
+    # numpy arrays are cut as tensors are, without importing numpy to ask
+    return isinstance(part, torch.Tensor) or (hasattr(part, "ndim") and hasattr(part, "shape"))

@@ -9,6 +9,9 @@ A run folder holds::
 
 Everything here is plain data and imports no torch, so that a log can be read on any machine. Within
 one schema version keys may be added, and a reader ignores those that it does not know.
+
+Longer than 400 lines because the fields, their writer and their reader are one format, and a third
+of it says what each field means.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The ready-made training job: config, data, model, job, display."""

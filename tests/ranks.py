@@ -40,6 +40,8 @@ _TESTS = str(Path(__file__).resolve().parent)
 # How long a rank that is done stays in the group, so that its peers can read what it sent last.
 # Not longer: a peer that waits for one more collective should see the connection close.
 _LINGER_S = 2.0
+# How long the others may still report after a failure: the one noticed first need not be its cause.
+_GRACE_S = 0.3
 # For a worker to write its stacks down, and for a killed one to be gone.
 _REAP_S = 5.0
 
@@ -102,8 +104,7 @@ def run_ranks(
             ranks += [_start(rank, n, call, folder, timeout_s)]
         _collect(ranks, deadline, stop_at_failure=expect == "results")
         late = [one for one in ranks if _is_running(one)]
-        failed = any(not _is_ok(one) for one in ranks if one not in late)
-        if late and not (failed and expect == "results"):
+        if late and not (expect == "results" and _has_failure(ranks)):
             raise RanksTimeoutError(_describe_late(ranks, late, folder, timeout_s))
         return [_outcome(one) for one in ranks] if expect == "outcomes" else _results(ranks)
     finally:
@@ -155,10 +156,11 @@ def _server_environment() -> Iterator[None]:
 
 
 def _collect(ranks: list[_Rank], deadline: float, *, stop_at_failure: bool) -> None:
-    """Read reports until all ranks are done, one failed (where asked) or the time is up."""
+    """Read reports until all ranks are done or the time is up, soon after a failure where asked."""
+    graced = False
     while waiting := [one for one in ranks if _is_running(one)]:
-        if stop_at_failure and any(not _is_ok(one) for one in ranks if one not in waiting):
-            return
+        if stop_at_failure and not graced and _has_failure(ranks):
+            deadline, graced = min(deadline, time.monotonic() + _GRACE_S), True
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return
@@ -181,6 +183,10 @@ def _is_running(one: _Rank) -> bool:
     return one.report is None
 
 
+def _has_failure(ranks: list[_Rank]) -> bool:
+    return any(not _is_running(one) and not _is_ok(one) for one in ranks)
+
+
 def _is_ok(one: _Rank) -> bool:
     return one.report is not None and one.report["kind"] == "ok"
 
@@ -196,17 +202,25 @@ def _outcome(one: _Rank) -> Outcome:
 
 
 def _results(ranks: list[_Rank]) -> list[Any]:
-    """Return the values, or raise what went wrong first: later failures are often its echo."""
+    """Return the values, or raise what went wrong first: later failures are often its echo.
+
+    A death counts as first, since it is noticed last: it has no clock of its own.
+    """
     failed = [one for one in ranks if one.report is not None and not _is_ok(one)]
     if not failed:
         return [_outcome(one)[1] for one in ranks]
-    first = min(failed, key=lambda one: one.report["at"])  # type: ignore[index]
+    first = min(failed, key=_when)
     report = first.report
     assert report is not None
     if report["kind"] == "died":
         raise RankDiedError(f"rank {first.rank} of {len(ranks)} died with exit code {report['exit_code']}")
     cause = RankTracebackError(f"on rank {first.rank} of {len(ranks)}:\n{report['traceback']}")
     raise _unpickled_error(report) from cause
+
+
+def _when(one: _Rank) -> tuple[bool, float]:
+    assert one.report is not None
+    return one.report["kind"] != "died", one.report["at"]
 
 
 def _unpickled_error(report: dict[str, Any]) -> BaseException:

@@ -1,0 +1,201 @@
+"""The ranks of a job and the replicas that they make; and the checks that every plan shares.
+
+    replicas = ranks / (tensor_parallel x pipeline_parallel x context_parallel)
+
+Only the replicas multiply the global batch. Ranks that share the layers, stages or positions of one
+replica see the same samples.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from itertools import islice
+from math import lcm
+from typing import Literal, get_args
+
+from wholebatch.errors import PlanError
+
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+
+# A double holds every whole number up to here, and so does any reader of our JSON.
+LARGEST_NUMBER = 2**53
+# How many multiples are tried on each side for an alternative; beyond that none is offered.
+_TRIES = 4096
+
+
+def whole_number(name: str, value: object, *, minimum: int = 1) -> int:
+    """Check that ``value`` is a whole number between ``minimum`` and 2**53, and return it as an int.
+
+    Args:
+        name: the parameter's name, for the message.
+        value: what the user gave; a bool, a float or a string is refused even where it looks whole.
+        minimum: the least value allowed.
+
+    Raises:
+        PlanError: the value is of another type or outside the bounds; the message repeats it.
+    """
+    if isinstance(value, bool | float | str):
+        raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give a whole number such as 4")
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give a whole number") from None
+    if number < minimum:
+        raise PlanError(f"{name}={number} is too small; it must be at least {minimum}")
+    if number > LARGEST_NUMBER:
+        raise PlanError(f"{name}={number} is too large; the bound is 2**53 = {LARGEST_NUMBER}")
+    return number
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Check that ``value`` is one of the ``allowed`` words; PlanError lists them if it is not."""
+    if value not in allowed:
+        raise PlanError(f"{name}={value!r} is not known; choose one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How the ranks of a job are divided; only the replicas multiply the global batch.
+
+    ``replicas = ranks / (tensor_parallel x pipeline_parallel x context_parallel)``. Expert
+    parallelism spreads experts over ranks that are counted already, so it never changes the
+    replicas; it must divide the ranks of one pipeline stage. Shards (FSDP, ZeRO) are replicas: each
+    of them has its own samples.
+
+    Args:
+        ranks: processes of the job.
+        tensor_parallel, pipeline_parallel, context_parallel: ranks that share one replica's layers,
+            stages and positions.
+        expert_parallel: ranks over which the experts of a layer are spread.
+        pipeline_schedule: "gpipe", "1f1b", "interleaved_1f1b" or "zero_bubble".
+        pipeline_virtual_stages: model parts on each pipeline rank, v; at least 2 when interleaved.
+
+    Raises:
+        PlanError: a number is not a whole positive one, or the ranks do not make whole replicas.
+    """
+
+    ranks: int
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    pipeline_virtual_stages: int = 1
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if each.name != "pipeline_schedule":
+                number = whole_number(each.name, getattr(self, each.name))
+                object.__setattr__(self, each.name, number)  # a numpy integer becomes an int
+        one_of("pipeline_schedule", self.pipeline_schedule, get_args(PipelineSchedule))
+        self._check_virtual_stages()
+        if self.ranks % self.rank_multiple:
+            near = nearest_multiples(self.ranks, self.rank_multiple)
+            raise PlanError(f"{rank_misfit(self, self.ranks)}. Nearest that fit: ranks={or_list(near)}.")
+
+    def _check_virtual_stages(self) -> None:
+        interleaved = self.pipeline_schedule == "interleaved_1f1b"
+        stages, parts = self.pipeline_parallel, self.pipeline_virtual_stages
+        if interleaved and (stages < 2 or parts < 2):
+            raise PlanError(
+                f"interleaved_1f1b needs pipeline_parallel and pipeline_virtual_stages of at least 2, "
+                f"not {stages} and {parts}; give both, or use 1f1b"
+            )
+        if parts > 1 and self.pipeline_schedule in ("gpipe", "1f1b"):
+            raise PlanError(
+                f"pipeline_virtual_stages={parts} means nothing to {self.pipeline_schedule}, which has one "
+                f"stage on each rank; use interleaved_1f1b or leave it at 1"
+            )
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that together hold one replica: TP x PP x CP."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
+    def rank_multiple(self) -> int:
+        """The ranks must be a multiple of this: whole replicas, and whole expert groups in each stage."""
+        return lcm(self.ranks_per_replica, self.pipeline_parallel * self.expert_parallel)
+
+    @property
+    def replicas(self) -> int:
+        """D, the data-parallel copies of the model: ranks / (TP x PP x CP)."""
+        return self.ranks // self.ranks_per_replica
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The micro-batches of a window must be a multiple of this: PP when interleaved, else 1."""
+        return self.pipeline_parallel if self.pipeline_schedule == "interleaved_1f1b" else 1
+
+    def pipeline_bubble_fraction(self, micro_batches_per_window: int) -> float | None:
+        """Idle time over ideal time of the pipeline, communication left out.
+
+        ``(p - 1) / A`` for gpipe and 1f1b, ``(p - 1) / (v A)`` when interleaved. For zero_bubble 0,
+        which holds where forward, input gradient and weight gradient take equal times and A is at
+        least 2 p - 1; below that None, not known. The share of the whole time is f / (1 + f).
+
+        Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; Qi et al. 2024
+        (arXiv 2401.10241, 2405.15362) for zero_bubble.
+        """
+        stages, window = self.pipeline_parallel, micro_batches_per_window
+        if stages == 1:
+            return 0.0
+        if self.pipeline_schedule == "zero_bubble":
+            return 0.0 if window >= 2 * stages - 1 else None
+        return (stages - 1) / (self.pipeline_virtual_stages * window)
+
+
+def nearest_multiples(around: int, multiple: int, fits: Callable[[int], bool] | None = None) -> list[int]:
+    """Return the nearest multiples of ``multiple`` below and above ``around`` that ``fits`` accepts.
+
+    Zero and numbers above 2**53 are never offered, nor is ``around`` itself, so that the list may
+    have one number or none.
+    """
+    accepted: Callable[[int], bool] = fits or (lambda _: True)
+    below = range((around - 1) // multiple * multiple, 0, -multiple)
+    above = range((around // multiple + 1) * multiple, LARGEST_NUMBER + 1, multiple)
+    found: list[int] = []
+    for side in (below, above):
+        found += islice(filter(accepted, islice(side, _TRIES)), 1)
+    return found
+
+
+def or_list(numbers: list[int]) -> str:
+    """Write numbers as ``8 or 12``."""
+    return " or ".join(str(number) for number in numbers)
+
+
+def show_remainder(number: int, factor: int) -> str:
+    """Write a division that leaves something over: ``64 = 5 x 12 + 4``."""
+    return f"{number} = {number // factor} x {factor} + {number % factor}"
+
+
+def rank_misfit(layout: Layout, ranks: int) -> str:
+    """Say how ``ranks`` fail to make whole replicas and expert groups of ``layout``'s degrees."""
+    needed = (
+        f"{layout.ranks_per_replica} (tensor_parallel {layout.tensor_parallel} x pipeline_parallel "
+        f"{layout.pipeline_parallel} x context_parallel {layout.context_parallel})"
+    )
+    if ranks % layout.ranks_per_replica:
+        return (
+            f"{ranks} ranks do not make whole replicas of {needed}: they must be a multiple of "
+            f"{layout.rank_multiple}, and {show_remainder(ranks, layout.ranks_per_replica)}"
+        )
+    stage, experts = ranks // layout.pipeline_parallel, layout.expert_parallel
+    return (
+        f"{ranks} ranks in replicas of {needed} leave {stage} ranks in each pipeline stage, which "
+        f"expert_parallel {experts} does not divide: {show_remainder(stage, experts)}"
+    )
+
+
+def pipeline_misfit(layout: Layout, window: int) -> str | None:
+    """Say why the pipeline's schedule can't run ``window`` micro-batches, or None if it can."""
+    multiple = layout.micro_batch_multiple
+    if window % multiple == 0:
+        return None
+    return (
+        f"interleaved_1f1b over pipeline_parallel {multiple} needs micro-batches per window that are a "
+        f"multiple of {multiple}, not {window}: {show_remainder(window, multiple)}"
+    )

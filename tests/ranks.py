@@ -83,7 +83,8 @@ def run_ranks(
         fn: function at the top of a module; it finds its process group initialised.
         n: number of ranks, 1 or more.
         *args: passed to every rank by value.
-        timeout_s: seconds for the whole call; also the time limit of a collective in the group.
+        timeout_s: seconds for the whole call, after which the ranks are killed. A collective of the
+            group gives up after half of it, so that a rank left alone can say so itself.
         expect: "results" raises the exception that a rank raised first. "outcomes" waits for every
             rank and returns for each ("ok", value), ("error", type name, message) or
             ("died", exit code), where a negative exit code is the signal that killed it.
@@ -330,7 +331,7 @@ def _prepare(rank: int, n: int, folder: str, timeout_s: float, environment: dict
     torch.manual_seed(0)
     store = dist.FileStore(os.path.join(folder, "store"), n)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=timeout_s)
+        "gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=timeout_s / 2)
     )
 
 

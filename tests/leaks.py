@@ -60,9 +60,8 @@ def leaks_since(before: Surroundings) -> list[str]:
     found += _changes("environment variable", before.environment, after.environment)
     if after.folder != before.folder:
         found.append(f"the working directory was {before.folder}, is {after.folder}")
-    # A switch that was not there before came with torch itself: compared with how torch starts.
-    fresh = {name: value for name, value in _FRESH.items() if name in after.switches}
-    return found + _changes("torch", fresh | before.switches, after.switches)
+    wanted = _wanted_switches(before)
+    return found + _changes("torch", wanted, {name: after.switches[name] for name in wanted})
 
 
 def put_back(before: Surroundings) -> None:
@@ -71,10 +70,11 @@ def put_back(before: Surroundings) -> None:
         del os.environ[name]
     os.environ.update(before.environment)
     os.chdir(before.folder)
-    wanted = _FRESH | before.switches
-    for name, (read, write) in _switches().items():
-        if name in wanted and read() != wanted[name]:
-            write(wanted[name])
+    switches = _switches()
+    for name, value in _wanted_switches(before).items():
+        read, write = switches[name]
+        if read() != value:
+            write(value)
 
 
 def seed_everything() -> None:
@@ -112,7 +112,11 @@ def _children() -> frozenset[int]:
     return frozenset(pid for pid in found - servants if pid is not None)
 
 
-_FRESH: dict[str, Any] = {"process group": False, "grad mode": True, "inference mode": False}
+def _wanted_switches(before: Surroundings) -> dict[str, Any]:
+    """Where the test itself brought torch in, only the switches whose first value is no choice of ours."""
+    if before.switches or not _switches():
+        return before.switches
+    return {"process group": False, "grad mode": True, "inference mode": False}
 
 
 def _switches() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
@@ -128,7 +132,11 @@ def _switches() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
         "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
         "inference mode": (torch.is_inference_mode_enabled, lambda _: None),
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "default device": (lambda: str(torch.get_default_device()), torch.set_default_device),
+        "default device": (
+            lambda: str(torch.get_default_device()),
+            # "cpu" asked for by name would itself be a switch: it outlives a later change.
+            lambda name: torch.set_default_device(None if name == "cpu" else name),
+        ),
         "threads": (torch.get_num_threads, torch.set_num_threads),
         "deterministic algorithms": (
             torch.are_deterministic_algorithms_enabled,

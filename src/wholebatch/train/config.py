@@ -31,9 +31,9 @@ class RunConfig:
         name: of this run's folder; empty for the date and time.
     """
 
-    num_updates: int = 240
+    num_updates: int = 150
     seed: int = 0
-    evaluate_every_updates: int = 60
+    evaluate_every_updates: int = 50
     print_every_updates: int = 10
     runs_folder: str = "runs"
     name: str = ""
@@ -51,7 +51,7 @@ class BatchConfig:
     """
 
     global_batch_samples: int = 32
-    micro_batch_samples: int = 8
+    micro_batch_samples: int = 4
     tail: Literal["partial", "drop"] = "partial"
 
 
@@ -81,8 +81,8 @@ class ModelConfig:
         dtype: of parameters and forward.
     """
 
-    layers: int = 4
-    width: int = 128
+    layers: int = 3
+    width: int = 96
     heads: int = 4
     dropout: float = 0.0
     dtype: Literal["float32", "float64"] = "float32"
@@ -102,7 +102,7 @@ class OptimizerConfig:
         clip_gradient_norm: highest global gradient norm; 0 for no clipping.
     """
 
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     final_learning_rate_share: float = 0.1
     warmup_updates: int = 20
     beta1: float = 0.9

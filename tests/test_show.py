@@ -1,0 +1,223 @@
+"""``wholebatch show``: the facts of a run, for a person and for a program."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from wholebatch.errors import RecordError
+from wholebatch.record import Evaluation, RunHeader, RunLog, UpdateRecord, read_run
+from wholebatch.report.show import BARS, ledger_line, loss_curve, render_run, run_summary, show, sparkline
+
+
+def a_record(update: int, **changes: Any) -> UpdateRecord:
+    values: dict[str, Any] = {
+        "outcome": "applied",
+        "updates_attempted": update,
+        "updates_applied": update,
+        "micro_batches": 4,
+        "samples": 16,
+        "items": 900,
+        "positions": 1200,
+        "loss_per_item": 6.0 - update / 2,
+        "gradient_norm": 1.25,
+        "learning_rates": [0.003, 0.003],
+        "reductions": 1,
+        "peak_memory_bytes": [1000 * 2**20, 512 * 2**20],
+        "seconds": 0.5,
+    }
+    return UpdateRecord(**(values | changes))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    header = RunHeader(
+        global_batch_samples=16,
+        micro_batch_samples=4,
+        micro_batches_per_window=2,
+        replicas=2,
+        layout={"ranks": 2, "tensor_parallel": 1},
+        tail="partial",
+        precision="float32",
+        seeds={"data": 7},
+        dataset={"name": "topics [all]", "train_samples": 3147},
+        proof={"equal": True, "error": 1.5e-9},
+    )
+    with RunLog(tmp_path / "run", header) as log:
+        for update in range(1, 7):
+            log.write(a_record(update))
+        skip = {"outcome": "skipped_nonfinite", "reason": "a gradient is not finite", "updates_applied": 6}
+        log.write(a_record(7, loss_per_item=None, gradient_norm=None, **skip))
+        log.write(a_record(8, samples=5, items=100, positions=150, partial=True, updates_applied=7))
+        log.write_evaluation(
+            Evaluation(
+                split="held_out",
+                updates_applied=7,
+                samples_consumed=117,
+                samples=308,
+                items=44111,
+                loss_per_item=2.3456,
+                seconds=1.5,
+            )
+        )
+    return tmp_path / "run"
+
+
+def rendered(folder: Path) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render_run(read_run(folder)))
+    return console.export_text()
+
+
+def line_with(text: str, word: str) -> str:
+    found = [line for line in text.splitlines() if line.lstrip().startswith(word)]
+    assert found, f"no line begins with {word!r} in\n{text}"
+    return " ".join(found[0].split())
+
+
+def test_the_facts_are_there(folder: Path) -> None:
+    text = rendered(folder)
+    ledger = "ledger 4 samples a micro-batch x 2 micro-batches x 2 replicas = 16 samples an update"
+    assert line_with(text, "ledger") == ledger
+    assert line_with(text, "updates ") == ("updates 8 attempted, 7 applied; skipped: 1 not finite, 0 empty")
+    assert line_with(text, "samples ") == "samples 117 in 32 micro-batches"
+    assert line_with(text, "items ") == "items 6,400 in 8,550 positions; padding 25.1%"
+    assert line_with(text, "reductions") == "reductions 8 of gradients, by one rank"
+    assert line_with(text, "seconds ") == "seconds 4.0; 1,600 items/s"
+    assert line_with(text, "memory") == "memory 1,000 MiB at the peak of a rank"
+    assert line_with(text, "loss per item ") == "loss per item first 5.5000, last 2.0000, lowest 2.0000"
+    assert line_with(text, "held_out") == "held_out 7 117 44,111 2.3456"
+    assert line_with(text, "first batch") == "first batch equal yes, error 1.5e-09"
+    assert line_with(text, "data ") == "data name topics [all], train samples 3,147"
+    assert "   done " in text
+
+
+def test_the_last_updates_are_listed(folder: Path) -> None:
+    text = rendered(folder)
+    assert line_with(text, "8 ") == "8 applied (partial) 5 100 2.0000 1.2500 0.003 0.500"
+    assert line_with(text, "7 ") == "7 skipped_nonfinite 16 900 - - 0.003 0.500"
+    assert "update 7 was skipped: a gradient is not finite" in text
+    assert "update 3 was" not in text
+
+
+def test_nothing_goes_by_another_word(folder: Path) -> None:
+    summary = json.dumps(run_summary(read_run(folder)))
+    for text in (rendered(folder), summary):
+        assert "step" not in text.lower()
+        assert "iteration" not in text.lower()
+
+
+def test_a_run_that_was_killed_says_so(folder: Path) -> None:
+    (folder / "end.json").unlink()
+    records = folder / "records.jsonl"
+    records.write_bytes(records.read_bytes()[:-30])
+    text = rendered(folder)
+    assert "did not end, or is still going" in text
+    assert "cut off in the middle" in text
+    assert "7 attempted" in text
+
+
+def test_a_failed_run_says_why(folder: Path) -> None:
+    end = json.loads((folder / "end.json").read_text()) | {
+        "reason": "failed",
+        "message": "OSError: no space",
+    }
+    (folder / "end.json").write_text(json.dumps(end))
+    assert "OSError: no space" in rendered(folder)
+
+
+def test_a_run_without_updates(tmp_path: Path, folder: Path) -> None:
+    RunLog(tmp_path / "new", read_run(folder).header).close("interrupted")
+    text = rendered(tmp_path / "new")
+    assert "0 attempted" in text
+    assert "loss per item first -, last -, lowest -" in " ".join(text.split())
+    summary = run_summary(read_run(tmp_path / "new"))
+    assert summary["padding_share"] is summary["items_per_second"] is summary["peak_memory_bytes"] is None
+
+
+def test_the_json_has_what_it_promises(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show(folder, json_target="-") == 0
+    captured = capsys.readouterr()
+    data = json.loads(captured.out)
+    assert "8 attempted" in captured.err
+    assert data["schema_version"] == 1
+    assert data["counters"]["updates_applied"] == 7
+    assert data["counters"]["items"] == 6400
+    assert data["positions"] == 8550
+    assert data["padding_share"] == pytest.approx(1 - 6400 / 8550)
+    assert data["loss_per_item"] == {"first": 5.5, "last": 2.0, "lowest": 2.0}
+    assert data["header"]["layout"]["ranks"] == 2
+    assert data["evaluations"][0]["loss_per_item"] == 2.3456
+    assert [r["updates_attempted"] for r in data["last_records"]] == [4, 5, 6, 7, 8]
+    assert data["end"]["reason"] == "done"
+
+
+def test_text_goes_to_standard_output_without_json(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show(folder) == 0
+    captured = capsys.readouterr()
+    assert "8 attempted" in captured.out
+    assert captured.err == ""
+
+
+def test_no_run_there(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="no run in"):
+        show(tmp_path)
+
+
+def test_the_ledger_of_one_of_each(folder: Path) -> None:
+    header = read_run(folder).header.to_dict() | {"micro_batches_per_window": 1, "replicas": 1}
+    del header["schema_version"]
+    line = ledger_line(RunHeader(**(header | {"global_batch_samples": 4})))
+    assert line == "4 samples a micro-batch x 1 micro-batch x 1 replica = 4 samples an update"
+
+
+def test_the_curve_falls_and_leaves_gaps() -> None:
+    records = [
+        a_record(1, loss_per_item=4.0),
+        a_record(2, loss_per_item=None),
+        a_record(3, loss_per_item=2.0),
+    ]
+    lines = loss_curve(records, width=10, height=2)
+    assert lines[0] == "4.000 │█  "
+    assert lines[1] == "2.000 │█ ▁"
+    assert lines[2].split() == ["update", "1", "3"]
+
+
+def test_a_column_of_several_updates_is_weighted_by_items() -> None:
+    """Items 2 and 6 with losses 1 and 3 make 2.5, where the mean of the means would be 2.0."""
+    group = [a_record(1, items=2, loss_per_item=1.0), a_record(2, items=6, loss_per_item=3.0)]
+    lines = loss_curve(
+        [*group, a_record(3, loss_per_item=9.0), a_record(4, loss_per_item=9.0)], width=2, height=2
+    )
+    assert lines[0].startswith("9.000")
+    assert lines[1].startswith("2.500")
+
+
+def test_no_curve_of_less_than_two_losses() -> None:
+    assert loss_curve([a_record(1), a_record(2, loss_per_item=None)], width=10, height=2) == []
+    assert loss_curve([], width=10, height=2) == []
+
+
+def test_a_flat_curve_is_drawn() -> None:
+    flat = [a_record(1, loss_per_item=2.0), a_record(2, loss_per_item=2.0)]
+    assert loss_curve(flat, width=10, height=2)[1].endswith("▁▁")
+
+
+def test_sparkline() -> None:
+    assert sparkline([float(i) for i in range(8)]) == BARS
+    assert sparkline([1.0, None, 2.0]) == "▁ █"
+    assert sparkline([None]) == ""
+
+
+def test_show_imports_no_torch() -> None:
+    code = "import sys, wholebatch.report.show; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

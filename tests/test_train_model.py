@@ -1,0 +1,67 @@
+"""The model: causal, blind to padding, and no sample sees another."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from wholebatch.train.data import VOCABULARY, collate, encode
+from wholebatch.train.model import GPT, GPTShape, decayed_apart, num_parameters
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    shape = GPTShape(vocabulary=VOCABULARY, max_tokens=16, layers=2, width=32, heads=4)
+    return GPT(shape).double()
+
+
+def test_the_future_and_other_samples_do_not_matter(model: GPT) -> None:
+    ids = torch.randint(0, 256, (3, 10))
+    changed = ids.clone()
+    changed[0, 6] += 1
+    changed[1] = 0
+    before, after = model(ids), model(changed)
+    torch.testing.assert_close(after[0, :6], before[0, :6], rtol=0, atol=1e-12)
+    torch.testing.assert_close(after[2], before[2], rtol=0, atol=1e-12)
+    assert (after[0, 6:] - before[0, 6:]).abs().amax(dim=-1).min() > 1e-6
+
+
+def test_padding_on_the_right_does_not_matter(model: GPT) -> None:
+    samples = [*encode("short", 16), *encode("a much longer", 16)]
+    together = model(collate(samples, [0, 1])["input_ids"])
+    alone = model(collate(samples, [0])["input_ids"])
+    torch.testing.assert_close(together[0, :6], alone[0], rtol=0, atol=1e-12)
+
+
+def test_it_starts_out_knowing_nothing(model: GPT) -> None:
+    ids = torch.randint(0, 256, (8, 16))
+    loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert abs(loss.item() - math.log(VOCABULARY)) < 0.1
+
+
+def test_all_parameters_learn_and_each_is_in_one_group(model: GPT) -> None:
+    ids = torch.randint(0, 256, (2, 16))
+    F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+    groups = decayed_apart(model, 0.1)
+    members = [p for group in groups for p in group["params"]]  # type: ignore[attr-defined]
+    assert sorted(map(id, members)) == sorted(map(id, model.parameters()))
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert sum(p.numel() for p in members) == num_parameters(model)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    shape = GPTShape(vocabulary=VOCABULARY, max_tokens=16, layers=1, width=32, heads=4, dropout=0.5)
+    model = GPT(shape)
+    ids = torch.randint(0, 256, (2, 16))
+    assert not torch.equal(model(ids), model(ids))
+    model.eval()
+    assert torch.equal(model(ids), model(ids))
+
+
+def test_a_micro_batch_without_samples_runs(model: GPT) -> None:
+    assert model(collate([], [])["input_ids"]).shape == (0, 0, VOCABULARY)

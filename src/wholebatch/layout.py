@@ -49,6 +49,12 @@ def whole_number(name: str, value: object, *, minimum: int = 1) -> int:
     return number
 
 
+def set_whole_numbers(instance: object, *names: str, minimum: int = 1) -> None:
+    """Check these fields of a frozen dataclass and store them as plain ints; for its own __post_init__."""
+    for name in names:
+        object.__setattr__(instance, name, whole_number(name, getattr(instance, name), minimum=minimum))
+
+
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Check that ``value`` is one of the ``allowed`` words; PlanError lists them if it is not."""
     if value not in allowed:
@@ -85,10 +91,7 @@ class Layout:
     pipeline_virtual_stages: int = 1
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if each.name != "pipeline_schedule":
-                number = whole_number(each.name, getattr(self, each.name))
-                object.__setattr__(self, each.name, number)  # a numpy integer becomes an int
+        set_whole_numbers(self, *(each.name for each in fields(self) if each.name != "pipeline_schedule"))
         one_of("pipeline_schedule", self.pipeline_schedule, get_args(PipelineSchedule))
         self._check_virtual_stages()
         if self.ranks % self.rank_multiple:

@@ -22,6 +22,7 @@ from wholebatch.layout import (
     or_list,
     pipeline_misfit,
     rank_misfit,
+    set_whole_numbers,
     show_remainder,
     whole_number,
 )
@@ -57,12 +58,11 @@ class BatchPlan:
     assumed: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        whole_number("micro_batch_samples", self.micro_batch_samples)
-        whole_number("micro_batches_per_window", self.micro_batches_per_window)
+        set_whole_numbers(self, "micro_batch_samples", "micro_batches_per_window")
         one_of("tail", self.tail, get_args(Tail))
         whole_number("global_batch_samples", self.global_batch_samples)
         if self.items_per_sample is not None:
-            whole_number("items_per_sample", self.items_per_sample)
+            set_whole_numbers(self, "items_per_sample")
             whole_number("global_batch_items", self.global_batch_items)
         if problem := pipeline_misfit(self.layout, self.micro_batches_per_window):
             raise PlanError(f"{problem}.")

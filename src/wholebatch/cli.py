@@ -1,0 +1,283 @@
+"""The command line: plan, train, verify, show.
+
+Exit codes everywhere: 0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on; 130 when
+interrupted. Every command takes ``--json FILE`` or ``--json -``. Nothing heavy is imported before a
+command needs it, so that ``wholebatch plan`` answers without torch.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wholebatch.errors import PlanError, WholebatchError
+
+if TYPE_CHECKING:
+    from wholebatch.epochs import IntervalName, Unit
+    from wholebatch.plan import BatchPlan
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Split the batch any way you like; the update is the same.",
+    epilog="Exit codes: 0 done, 1 a negative verdict, 2 usage, 3 could not judge.",
+)
+
+JsonTarget = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; - is stdout, text to stderr."),
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        arguments: the words after the program's name; those of the process where None.
+
+    Returns:
+        0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 130 interrupted.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if not words:
+        app(args=["--help"], prog_name="wholebatch", standalone_mode=False)
+        return PlanError.exit_code  # nothing was asked for; the help says what can be
+    try:
+        outcome = app(args=words, prog_name="wholebatch", standalone_mode=False)
+    except WholebatchError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return problem.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as problem:
+        # Mistakes in the words themselves; every other exception is ours to fix and keeps its traceback.
+        if not hasattr(problem, "exit_code") or not hasattr(problem, "format_message"):
+            raise
+        print(f"error: {problem.format_message()}\nTry: wholebatch --help", file=sys.stderr)
+        return int(problem.exit_code)
+    return outcome if isinstance(outcome, int) else 0
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(version("wholebatch"))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """Split the batch any way you like; the update is the same."""
+
+
+PLAN_EPILOG = """\b
+Examples:
+  wholebatch plan --global-batch-samples 512 --micro-batch-samples 4 --ranks 16 --tensor-parallel 2
+  wholebatch plan --global-batch-items 3145728 --items-per-sample 2048 --micro-batch-samples 2 --ranks 64
+  wholebatch plan --micro-batch-samples 2 --micro-batches-per-window 8 --replicas 2 --against 4x4x2
+  wholebatch plan --global-batch-samples 32 --micro-batch-samples 4 --dataset-samples 1000 --epochs 3
+"""
+
+
+@app.command(epilog=PLAN_EPILOG)
+def plan(
+    global_batch_samples: Annotated[int | None, typer.Option(help="Samples of one update.")] = None,
+    global_batch_items: Annotated[int | None, typer.Option(help="Items (tokens) of one update.")] = None,
+    items_per_sample: Annotated[int | None, typer.Option(help="Items in every sample.")] = None,
+    micro_batch_samples: Annotated[int | None, typer.Option(help="m, samples of one forward.")] = None,
+    micro_batches_per_window: Annotated[int | None, typer.Option(help="A, on one rank.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes of the job.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="D, data-parallel copies of the model.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks that share a layer.")] = 1,
+    pipeline_parallel: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    context_parallel: Annotated[int, typer.Option(help="Ranks that share a sample's positions.")] = 1,
+    expert_parallel: Annotated[int, typer.Option(help="Ranks that share a layer's experts.")] = 1,
+    pipeline_schedule: Annotated[
+        str, typer.Option(help="gpipe, 1f1b, interleaved_1f1b or zero_bubble.")
+    ] = "1f1b",
+    pipeline_virtual_stages: Annotated[int, typer.Option(help="Model parts on each pipeline rank.")] = 1,
+    tail: Annotated[str, typer.Option(help="partial or drop: samples left at an epoch's end.")] = "partial",
+    dataset_samples: Annotated[int | None, typer.Option(help="Samples of the data set.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data; 1 if not given.")] = None,
+    warmup_updates: Annotated[int | None, typer.Option(help="Warm-up, from the start, in updates.")] = None,
+    warmup_samples: Annotated[int | None, typer.Option(help="Warm-up, from the start, in samples.")] = None,
+    log_updates: Annotated[int | None, typer.Option(help="Log every so many updates.")] = None,
+    log_samples: Annotated[
+        int | None, typer.Option(help="Log every so many samples, rounded up to updates.")
+    ] = None,
+    evaluation_updates: Annotated[int | None, typer.Option(help="Evaluate every so many updates.")] = None,
+    evaluation_samples: Annotated[
+        int | None, typer.Option(help="Evaluate every so many samples, rounded up to updates.")
+    ] = None,
+    save_updates: Annotated[int | None, typer.Option(help="Save every so many updates.")] = None,
+    save_samples: Annotated[
+        int | None, typer.Option(help="Save every so many samples, rounded up to updates.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="mxAxD", help="Another plan, such as 4x8x2, to compare with.")
+    ] = None,
+    json_target: JsonTarget = None,
+) -> int:
+    """Plan a global batch: derive what is missing, refuse what does not divide, show the ledger."""
+    given = dict(locals())  # the options under their names, which are plan_batch's own
+    from wholebatch.plan import plan_batch
+
+    intervals = _intervals(given)
+    made = plan_batch(**{name: given[name] for name in signature(plan_batch).parameters})
+    return _show_plan(
+        made,
+        dataset_samples=dataset_samples,
+        epochs=epochs,
+        intervals=intervals,
+        against=against,
+        json_target=json_target,
+    )
+
+
+def _intervals(given: dict[str, Any]) -> dict[IntervalName, tuple[int, Unit]]:
+    """Gather ``--log-updates 10`` and its like; PlanError where one is given in both units."""
+    found: dict[IntervalName, tuple[int, Unit]] = {}
+    names: tuple[IntervalName, ...] = ("warmup", "log", "evaluation", "save")
+    for name in names:
+        updates, samples = given[f"{name}_updates"], given[f"{name}_samples"]
+        if updates is not None and samples is not None:
+            raise PlanError(
+                f"--{name}-updates {updates} and --{name}-samples {samples} set one thing twice; give one"
+            )
+        if updates is not None:
+            found[name] = (updates, "updates")
+        elif samples is not None:
+            found[name] = (samples, "samples")
+    return found
+
+
+def _show_plan(
+    made: BatchPlan,
+    *,
+    dataset_samples: int | None,
+    epochs: int | None,
+    intervals: dict[IntervalName, tuple[int, Unit]],
+    against: str | None,
+    json_target: str | None,
+) -> int:
+    from wholebatch.epochs import EpochLedger, compare_plans, resolve_interval
+    from wholebatch.report.ledger import plan_document, plan_text
+    from wholebatch.report.output import text_stream, write_json
+
+    if epochs is not None and dataset_samples is None:
+        raise PlanError(f"--epochs {epochs} needs --dataset-samples: how many samples make an epoch?")
+    passes, data = 1 if epochs is None else epochs, dataset_samples
+    extras: dict[str, Any] = {
+        "epochs": None if data is None else EpochLedger(plan=made, dataset_samples=data, epochs=passes),
+        "intervals": [
+            resolve_interval(made, name, number, unit, dataset_samples=data)
+            for name, (number, unit) in intervals.items()
+        ],
+    }
+    if against is not None:
+        other = _other_plan(against, made)
+        extras["comparison"] = compare_plans(
+            made, other, dataset_samples=data, epochs=passes, intervals=intervals
+        )
+    text_stream(json_target).write(plan_text(made, **extras))
+    write_json(plan_document(made, **extras), json_target)
+    return 0
+
+
+def _other_plan(against: str, made: BatchPlan) -> BatchPlan:
+    """Read ``mxAxD`` as a plan with the same degrees, items per sample and tail as ``made``."""
+    from dataclasses import replace
+
+    if not re.fullmatch(r"\d+x\d+x\d+", against):
+        raise PlanError(
+            f"--against {against!r} is not micro-batch samples x micro-batches x replicas, such as 4x8x2"
+        )
+    micro_batch, window, replicas = (int(number) for number in against.split("x"))
+    layout = replace(made.layout, ranks=replicas * made.layout.ranks_per_replica)
+    return replace(
+        made, layout=layout, micro_batch_samples=micro_batch, micro_batches_per_window=window, assumed=()
+    )
+
+
+TRAIN_EPILOG = """\b
+Examples:
+  wholebatch train
+  wholebatch train my_run.toml --updates 100 --run-dir runs/short
+  torchrun --nproc-per-node 2 -m wholebatch train
+"""
+
+
+@app.command(epilog=TRAIN_EPILOG)
+def train(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG.toml]", help="Settings; the embedded default if not given."),
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder for the run's header and records.")] = None,
+    updates: Annotated[int | None, typer.Option(help="Stop after so many updates.")] = None,
+    json_target: JsonTarget = None,
+) -> int:
+    """Train a small GPT on real text, and prove first that its update equals the big batch."""
+    from wholebatch.train.command import train as run
+
+    return run(config, run_dir=run_dir, updates=updates, json_target=json_target)
+
+
+VERIFY_EPILOG = """\b
+Examples:
+  wholebatch verify my_module:problem
+  wholebatch verify examples/verify_equal.py:problem --splits "2+3,1+1+1+1+1"
+  wholebatch verify my_module:problem --ranks 2 --json verdict.json
+\b
+The function returns (model, loss_fn, batch); loss_fn(model, batch) returns (loss_sum, num_items).
+Exit codes: 0 equal, 1 not equal, 3 could not judge.
+"""
+
+
+@app.command(epilog=VERIFY_EPILOG)
+def verify(
+    target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help="Or FILE.py:NAME.")],
+    splits: Annotated[
+        str | None, typer.Option(metavar="2+3,1+4", help="Micro-batch sizes; sampled if not given.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Simulated replicas.")] = 1,
+    seed: Annotated[int, typer.Option(help="Decides the sampled splits and random state.")] = 0,
+    json_target: JsonTarget = None,
+) -> int:
+    """Tell whether a split update equals the big batch, on your model and loss, and why not."""
+    from wholebatch.report.verdict import verify_command
+
+    return verify_command(target, ranks=ranks, splits=splits, seed=seed, json_target=json_target)
+
+
+SHOW_EPILOG = """\b
+Examples:
+  wholebatch show runs/NAME
+  wholebatch show runs/NAME --json -
+"""
+
+
+@app.command(epilog=SHOW_EPILOG)
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    json_target: JsonTarget = None,
+) -> int:
+    """Tell what a run did, in updates, samples and items."""
+    from wholebatch.report.show import show as show_run
+
+    return show_run(run, json_target=json_target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -196,6 +197,18 @@ def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match="can't be written"):
         RunLog(tmp_path / "file" / "run", a_header())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run", a_header())
+    log._files["records.jsonl"].close()
+    full = log._files["records.jsonl"] = Path("/dev/full").open("w")
+    with pytest.raises(RecordError, match=r"records\.jsonl can't be written: No space left"):
+        log.write(a_record())
+    with contextlib.suppress(OSError):  # the lost line is still in its buffer
+        full.close()
+    log.close()
 
 
 def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:

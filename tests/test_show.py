@@ -96,7 +96,7 @@ def test_the_facts_are_there(folder: Path) -> None:
     assert line_with(text, "held_out") == "held_out 7 117 44,111 2.3456"
     assert line_with(text, "first batch") == "first batch equal yes, error 1.5e-09"
     assert line_with(text, "data ") == "data name topics [all], train samples 3,147"
-    assert "   done " in text
+    assert ", done 20" in line_with(text, "began 20")
 
 
 def test_the_last_updates_are_listed(folder: Path) -> None:

@@ -42,8 +42,8 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     file = write(tmp_path, "[run]\nnum_updates = 7\nseed = 3\n")
-    config = load_config(file, num_updates=9, name=None)
-    assert (config.run.num_updates, config.run.seed, config.run.name) == (9, 3, "")
+    config = load_config(file, num_updates=9, folder=None)
+    assert (config.run.num_updates, config.run.seed, config.run.folder) == (9, 3, "")
 
 
 def test_settings_survive_a_trip_through_plain_data() -> None:
@@ -62,7 +62,7 @@ def test_settings_survive_a_trip_through_plain_data() -> None:
         ("[model]\nlayers = 2.0\n", "model.layers is 2.0; it takes a whole number"),
         ("[model]\nlayers = true\n", "model.layers is True; it takes a whole number"),
         ('[model]\ndropout = "0"\n', "model.dropout is '0'; it takes a number"),
-        ("[run]\nname = 3\n", "run.name is 3; it takes a text in quotes"),
+        ("[run]\nfolder = 3\n", "run.folder is 3; it takes a text in quotes"),
         ("[proof]\ncheck_first_batch = 1\n", "proof.check_first_batch is 1; it takes true or false"),
         ('[batch]\ntail = "pad"\n', "batch.tail is 'pad'; it can be 'partial' or 'drop'"),
         (

@@ -265,13 +265,11 @@ class RunLog:
         self.folder = Path(folder)
         self._files: dict[str, TextIO] = {}
         header_text = _dump(header.to_dict(), indent=2)
+        refusal = used_folder(self.folder)
+        if refusal is not None:
+            raise RecordError(refusal)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if any(self.folder.iterdir()):
-                raise RecordError(
-                    f"run folder {self.folder} holds files already; a run is never written over another: "
-                    "give this one a new name, or move the old folder away"
-                )
             (self.folder / HEADER_FILE).write_text(header_text + "\n", encoding="utf-8")
             for name in (RECORDS_FILE, EVALUATIONS_FILE):
                 self._files[name] = (self.folder / name).open("w", encoding="utf-8")
@@ -312,8 +310,12 @@ class RunLog:
     def _append(self, name: str, data: dict[str, Any]) -> None:
         if name not in self._files:
             raise RecordError(f"run folder {self.folder} is closed; nothing more can be written to {name}")
-        self._files[name].write(_dump(data) + "\n")
-        self._files[name].flush()
+        line = _dump(data) + "\n"
+        try:
+            self._files[name].write(line)
+            self._files[name].flush()
+        except OSError as error:
+            raise RecordError(f"{self.folder / name} can't be written: {error.strerror}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -344,6 +346,17 @@ class Run:
                 outcome=r.outcome, micro_batches=r.micro_batches, samples=r.samples, items=r.items
             )
         return counters
+
+
+def used_folder(folder: str | Path) -> str | None:
+    """Why no run can be written to a folder: there are files in it already. None where one can."""
+    folder = Path(folder)
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return None
+    return (
+        f"run folder {folder} holds files already; a run is never written over another: "
+        "give this one a new name, or move the old folder away"
+    )
 
 
 def read_run(folder: str | Path) -> Run:

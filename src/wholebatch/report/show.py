@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from wholebatch.report.output import write_json
 
 from wholebatch.record import SCHEMA_VERSION, Run, RunHeader, UpdateRecord, read_run
+from wholebatch.report.output import text_stream, write_json
 
 BARS = "▁▂▃▄▅▆▇█"
 RECENT_UPDATES = 5
@@ -32,9 +32,8 @@ def show(run: Path, *, json_target: str | None = None) -> int:
         RecordError: no run there, or one that can't be read.
     """
     read = read_run(run)
-    Console(stderr=json_target == "-").print(render_run(read))
-    if json_target is not None:
-        write_json(run_summary(read), json_target)
+    Console(file=text_stream(json_target)).print(render_run(read))
+    write_json(run_summary(read), json_target)
     return 0
 
 
@@ -160,12 +159,12 @@ def _bar(value: float | None, low: float, high: float, height: int, row: int) ->
 
 
 def _title(run: Run) -> Text:
-    text = Text.assemble((str(run.folder), "bold"), f"   began {run.header.started_at}")
+    text = Text.assemble((str(run.folder), "bold"), f"\nbegan {run.header.started_at}")
     if run.end is None:
-        text.append("   did not end, or is still going", style="yellow")
+        text.append(", did not end, or is still going", style="yellow")
         return text
     text.append(
-        f"   {run.end.reason} {run.end.ended_at}", style="green" if run.end.reason == "done" else "red"
+        f", {run.end.reason} {run.end.ended_at}", style="green" if run.end.reason == "done" else "red"
     )
     if run.end.message:
         text.append(f"\n{run.end.message}", style="red")

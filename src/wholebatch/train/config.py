@@ -27,16 +27,14 @@ class RunConfig:
         evaluate_every_updates: held-out evaluations come before the first update, at this
             interval, and after the last.
         print_every_updates: lines of progress where the output is not a terminal.
-        runs_folder: where run folders go.
-        name: of this run's folder; empty for the date and time.
+        folder: where the header and the records go; empty for ``runs/`` and the date and time.
     """
 
     num_updates: int = 150
     seed: int = 0
     evaluate_every_updates: int = 50
     print_every_updates: int = 10
-    runs_folder: str = "runs"
-    name: str = ""
+    folder: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,64 @@
+"""``wholebatch train``: settings in, an exit code out."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from wholebatch.record import read_run
+from wholebatch.report.output import text_stream, write_json
+from wholebatch.report.show import run_summary
+from wholebatch.train.config import load_config
+from wholebatch.train.display import choose_display
+from wholebatch.train.job import run_job
+from wholebatch.train.parts import build_job
+from wholebatch.train.world import join_world
+
+
+def train(
+    config: Path | None = None,
+    *,
+    run_dir: Path | None = None,
+    updates: int | None = None,
+    json_target: str | None = None,
+) -> int:
+    """Run the training job as settings and command line say.
+
+    Args:
+        config: a TOML file; None for the embedded default.
+        run_dir: folder for the header and the records; wins over the settings.
+        updates: updates to attempt; wins over the settings.
+        json_target: a file or "-" for the summary of the run as JSON; None for none.
+
+    Returns:
+        0 done, 1 the first batch was not equal, 130 interrupted.
+
+    Raises:
+        UsageError: settings that do not exist or do not fit; a run folder that holds a run.
+        JudgeError: the first batch could not be judged, or too many updates in a row were skipped.
+    """
+    folder = None if run_dir is None else str(run_dir)
+    settings = load_config(config, folder=folder, num_updates=updates)
+    with join_world() as world:
+        # The other ranks do all that the leading one does, and show it to nobody.
+        console = Console(file=text_stream(json_target) if world.leads else io.StringIO())
+        job = build_job(settings, world)
+        display = choose_display(
+            console,
+            num_updates=settings.run.num_updates,
+            print_every_updates=settings.run.print_every_updates,
+        )
+        result = run_job(job, display, command=["wholebatch", *sys.argv[1:]])
+        if world.leads:
+            _write_summary(result.folder, result.exit_code, json_target)
+        return result.exit_code
+
+
+def _write_summary(folder: Path | None, exit_code: int, json_target: str | None) -> None:
+    if json_target is None:
+        return
+    facts = run_summary(read_run(folder)) if folder is not None else {"schema_version": 1, "folder": None}
+    write_json({**facts, "command": "train", "exit_code": exit_code}, json_target)

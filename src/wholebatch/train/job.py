@@ -1,0 +1,213 @@
+"""The training job, from the settings to the end of the run.
+
+The order in which things happen: read the text, plan the global batch, build the model, **prove on
+the first global batch that the accumulated update is that of the big batch**, then train with the
+window, evaluating now and then. ``train`` near the end is the loop itself.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+from wholebatch.epochs import samples_after
+from wholebatch.errors import JudgeError, RecordError
+from wholebatch.record import RunHeader, RunLog, UpdateRecord, used_folder
+from wholebatch.report.ledger import plan_text
+from wholebatch.train.config import TrainConfig
+from wholebatch.train.display import Display
+from wholebatch.train.evaluate import evaluate_held_out
+from wholebatch.train.model import num_parameters
+from wholebatch.train.parts import Job, make_window, micro_batches
+from wholebatch.train.proof import proof_facts, proof_words, prove_first_batch
+from wholebatch.verification import Verification
+
+DONE, NOT_EQUAL, INTERRUPTED = 0, 1, 130
+# So many skipped updates in a row do not come right by themselves.
+MOST_SKIPS_IN_A_ROW = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobResult:
+    """What came out.
+
+    Args:
+        exit_code: 0 done, 1 the first batch was not equal, 130 interrupted.
+        folder: where the records are; None on ranks that do not lead and where nothing was trained.
+    """
+
+    exit_code: int
+    folder: Path | None = None
+
+
+def run_job(job: Job, display: Display, *, command: Sequence[str] = ()) -> JobResult:
+    """Prove, train and record.
+
+    Args:
+        job: what ``build_job`` made.
+        display: shows what happens; one that shows nothing on ranks that do not lead.
+        command: the words of the command line, for the header.
+
+    Raises:
+        RecordError: the run folder can't be written.
+        JudgeError: the first batch could not be judged, or too many updates in a row were skipped.
+    """
+    folder = _folder(job.config)
+    job.world.raise_together(used_folder(folder) if job.world.leads else None)
+    display.say(describe(job))
+    proof = prove_first_batch(job) if job.config.proof.check_first_batch else None
+    if proof is not None:
+        display.say(proof_words(proof, job))
+        if not proof.equal and not job.config.proof.train_if_not_equal:
+            display.say("Not trained: see [proof] train_if_not_equal, or mend what is named above.")
+            return JobResult(exit_code=NOT_EQUAL)
+    with _log(job, folder, proof, command) as log, stop_on_signal() as stop:
+        if log is not None:
+            display.say(f"Records go to {log.folder}")
+        with display:
+            finished = train(job, display, log, stop)
+        if not finished and log is not None:
+            log.close("interrupted", "stopped from the keyboard")
+    if not finished:
+        display.say("Interrupted: stopped after a whole update; the records are complete up to it.")
+    return JobResult(exit_code=DONE if finished else INTERRUPTED, folder=log.folder if log else None)
+
+
+def train(job: Job, display: Display, log: RunLog | None, stop: Stop) -> bool:
+    """The loop: one global batch, one update, one record.
+
+    Returns:
+        True when all updates were attempted, False when it was stopped before.
+    """
+    run = job.config.run
+    window = make_window(job)
+    position = 0
+    skips_in_a_row = 0
+
+    def evaluate_and_log(updates_applied: int, samples_consumed: int) -> None:
+        evaluation = evaluate_held_out(
+            job, updates_applied=updates_applied, samples_consumed=samples_consumed
+        )
+        if log is not None:
+            log.write_evaluation(evaluation)
+        display.evaluated(evaluation)
+
+    evaluate_and_log(0, 0)
+    for update in range(1, run.num_updates + 1):
+        batches = micro_batches(job, position)
+        record = window.run(batches, job.loss)
+        position = job.order.next_position(position)
+        if log is not None:
+            log.write(record)
+        display.updated(record)
+        skips_in_a_row = 0 if record.outcome == "applied" else skips_in_a_row + 1
+        _refuse_endless_skips(skips_in_a_row, record)
+        stopped = job.world.any(stop.asked)
+        if update % run.evaluate_every_updates == 0 or update == run.num_updates or stopped:
+            evaluate_and_log(record.updates_applied, position)
+        if stopped:
+            return update == run.num_updates
+    return True
+
+
+def describe(job: Job) -> str:
+    """What will be trained, in the words of the ledger."""
+    run, plan = job.config.run, job.plan
+    samples = samples_after(plan, run.num_updates, dataset_samples=len(job.data.train))
+    facts = job.data.facts()
+    return (
+        f"{plan_text(plan)}\n"
+        f"Data: {facts['train_samples']:,} samples with {facts['train_items']:,} items to train on, "
+        f"{facts['held_out_samples']:,} with {facts['held_out_items']:,} held out.\n"
+        f"Model: a GPT of {num_parameters(job.model):,} parameters in {job.config.model.dtype}.\n"
+        f"Run: {run.num_updates:,} updates of {job.order.updates_per_epoch:,} in an epoch = "
+        f"{samples:,} samples."
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class Stop:
+    """Whether somebody asked the job to stop."""
+
+    asked: bool = False
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Stop]:
+    """Let the first Ctrl-C end the run after the update under way; the second ends it at once."""
+    stop = Stop()
+
+    def ask(_number: int, _frame: FrameType | None) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    found = signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, found)
+
+
+def _refuse_endless_skips(skips_in_a_row: int, record: UpdateRecord) -> None:
+    if skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
+        raise JudgeError(
+            f"the last {skips_in_a_row} updates were all skipped, the last because {record.reason}; "
+            "lower optimizer.learning_rate or look at the data"
+        )
+
+
+@contextmanager
+def _log(
+    job: Job, folder: Path, proof: Verification | None, command: Sequence[str]
+) -> Iterator[RunLog | None]:
+    """The log on the leading rank, None on the others; all end together where it can't be written."""
+    log: RunLog | None = None
+    refusal: str | None = None
+    if job.world.leads:
+        try:
+            log = RunLog(folder, _header(job, proof, command))
+        except RecordError as error:
+            refusal = str(error)
+    job.world.raise_together(refusal)
+    if log is None:
+        yield None
+        return
+    with log:
+        yield log
+
+
+def _folder(config: TrainConfig) -> Path:
+    if config.run.folder:
+        return Path(config.run.folder)
+    return Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
+
+
+def _header(job: Job, proof: Verification | None, command: Sequence[str]) -> RunHeader:
+    plan, config = job.plan, job.config
+    return RunHeader(
+        global_batch_samples=plan.global_batch_samples,
+        micro_batch_samples=plan.micro_batch_samples,
+        micro_batches_per_window=plan.micro_batches_per_window,
+        replicas=plan.replicas,
+        layout={
+            "ranks": plan.layout.ranks,
+            "tensor_parallel": plan.layout.tensor_parallel,
+            "pipeline_parallel": plan.layout.pipeline_parallel,
+            "context_parallel": plan.layout.context_parallel,
+        },
+        tail=plan.tail,
+        precision=f"parameters and forward in {config.model.dtype}, on {job.world.device.type}",
+        normalisation="sum over items / N, the items of the global batch",
+        seeds={"run": config.run.seed},
+        command=list(command),
+        dataset=job.data.facts(),
+        model={"name": "GPT", "parameters": num_parameters(job.model)},
+        settings=config.to_dict(),
+        proof=proof_facts(proof),
+    )

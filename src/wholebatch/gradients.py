@@ -61,6 +61,24 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
         torch._foreach_mul_(group, factor)
 
 
+def read_scalars(values: Sequence[Tensor | int | float]) -> list[float]:
+    """Bring scalars to the host with one read of the device, however many they are.
+
+    Args:
+        values: 0-dimensional or one-element tensors, or plain numbers, in any mixture.
+
+    Returns:
+        Their values in order; tensors pass through float64.
+    """
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors:
+        return [float(value) for value in values]
+    home = tensors[0].device
+    flat = torch.stack([tensor.detach().reshape(()).to(home, torch.float64) for tensor in tensors])
+    read = iter(flat.tolist())
+    return [next(read) if isinstance(value, Tensor) else float(value) for value in values]
+
+
 def copy_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor | None]]:
     """Each parameter with a copy of its gradient (``None`` where it has none), to put back later."""
     return [(p, None if p.grad is None else p.grad.detach().clone()) for p in parameters]

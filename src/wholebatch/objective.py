@@ -213,3 +213,8 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
     if not isinstance(items, Tensor) and (isinstance(items, bool) or not isinstance(items, int | float)):
         raise ObjectiveError(f"{name} gave num_items={items!r}; give a number of items")
     return LossSum(loss_sum, items)
+
+
+def sums_as_given(output: Any, batch: Any) -> LossSum:  # noqa: ARG001
+    """``output`` is ``(loss_sum, num_items)`` already: the loop computed its loss itself."""
+    return as_loss_sum(output)

@@ -1,0 +1,299 @@
+"""The finish of an update: unscale, agree, clip, step, update the loss scale, advance, clear.
+
+Each happens once, in this order, after the last micro-batch was reduced. Gradients are read once for
+their norm and once by the optimizer: clipping, and the correction of a provisional denominator, are
+one factor, which a fused optimizer applies in its own kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from wholebatch.errors import UnsupportedError, WindowUsageError
+from wholebatch.gradients import gradients_of, own_parameters, read_scalars, scale_gradients
+from wholebatch.ranks.base import Ranks
+from wholebatch.record import Counters
+
+ScheduleUnit = Literal["applied_update", "attempted_update", "sample", "item"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeclaredSchedule:
+    """A learning-rate scheduler together with the unit that it advances by."""
+
+    scheduler: LRScheduler
+    unit: ScheduleUnit
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            raise UnsupportedError(
+                "ReduceLROnPlateau advances by an evaluated metric, not by updates; call its step(metric) "
+                "yourself after an evaluation"
+            )
+        if not isinstance(self.scheduler, LRScheduler):
+            raise WindowUsageError(f"a {type(self.scheduler).__name__} is no torch learning-rate scheduler")
+        if self.unit in ("sample", "item") and not isinstance(self.scheduler, LambdaLR):
+            raise UnsupportedError(
+                f"a schedule by the {self.unit} jumps by many at once, which a "
+                f"{type(self.scheduler).__name__} can't do exactly; use a LambdaLR, whose function then "
+                f"takes a number of {self.unit}s"
+            )
+
+    def advance(self, counters: Counters, *, applied: bool) -> None:
+        """Advance after one attempted update; ``counters`` include it."""
+        if self.unit == "applied_update" and not applied:
+            return
+        if self.unit in ("sample", "item"):
+            consumed = counters.samples if self.unit == "sample" else counters.items
+            self.scheduler.last_epoch = int(consumed) - 1
+        self.scheduler.step()
+
+
+def per_update(scheduler: LRScheduler) -> DeclaredSchedule:
+    """Advance ``scheduler`` once for each **applied** update; a skipped one does not move it.
+
+    Args:
+        scheduler: any torch learning-rate scheduler, except ``ReduceLROnPlateau``.
+
+    Raises:
+        UnsupportedError: a scheduler that advances by a metric.
+    """
+    return DeclaredSchedule(scheduler=scheduler, unit="applied_update")
+
+
+def per_attempted_update(scheduler: LRScheduler) -> DeclaredSchedule:
+    """Advance ``scheduler`` once for each attempted update, skipped ones included."""
+    return DeclaredSchedule(scheduler=scheduler, unit="attempted_update")
+
+
+def per_sample(scheduler: LambdaLR) -> DeclaredSchedule:
+    """Set ``scheduler`` to the samples consumed so far, over all replicas."""
+    return DeclaredSchedule(scheduler=scheduler, unit="sample")
+
+
+def per_item(scheduler: LambdaLR) -> DeclaredSchedule:
+    """Set ``scheduler`` to the items consumed so far, over all replicas."""
+    return DeclaredSchedule(scheduler=scheduler, unit="item")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What the finish read from the device, once.
+
+    Attributes:
+        norm: Euclidean norm of the reduced gradient as it lies, before any correction.
+        values: the scalars that were asked for, in order.
+    """
+
+    norm: float
+    values: list[float]
+
+
+class Finish:
+    """Takes reduced gradients to an optimizer's step.
+
+    Args:
+        optimizers: each is stepped once an update.
+        clip_grad_norm: largest Euclidean norm of the gradient, or ``None``.
+        scaler: a ``GradScaler`` for float16, driven through its own methods, or ``None``.
+        schedules: learning-rate schedules, each with its unit.
+
+    Raises:
+        UnsupportedError: an optimizer that needs a closure, one known to be broken here, or a
+            scaler over float16 parameters.
+        WindowUsageError: a clip that is not positive, or a schedule without a unit.
+    """
+
+    def __init__(
+        self,
+        *,
+        optimizers: Sequence[Optimizer],
+        clip_grad_norm: float | None,
+        scaler: GradScaler | None,
+        schedules: Sequence[DeclaredSchedule],
+    ) -> None:
+        self.optimizers = tuple(optimizers)
+        self.parameters = own_parameters(optimizers)
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._clip = clip_grad_norm
+        self._schedules = tuple(schedules)
+        self._check()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale."""
+        if self.scaler is None:
+            return loss
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def scale_mark(self) -> tuple[int, int] | None:
+        """Changes whenever somebody changes the loss scale; does not read the device."""
+        scale = getattr(self.scaler, "_scale", None)
+        return None if scale is None else (id(scale), scale._version)
+
+    def read(self, ranks: Ranks, scalars: Sequence[Tensor | int | float]) -> Reading:
+        """Take the loss scale out and read the norm and ``scalars`` from the device, once.
+
+        The norm is the one after unscaling. Where its squares overflow although every gradient is
+        finite, it is summed again in float64, so that an infinite norm means an infinite gradient.
+        """
+        if self.scaler is not None:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        gradients = gradients_of(self.parameters)
+        norm, *values = read_scalars([ranks.gradient_norm(gradients) if gradients else 0.0, *scalars])
+        if not math.isfinite(norm):
+            norm = float(ranks.gradient_norm(gradients, dtype=torch.float64))
+        return Reading(norm=norm, values=values)
+
+    def clip_factor(self, norm: float) -> float:
+        """``min(1, clip / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` has it."""
+        return 1.0 if self._clip is None else min(1.0, self._clip / (norm + 1e-6))
+
+    def loss_scale(self) -> float | None:
+        """The loss scale of this update; ``None`` without a scaler."""
+        return None if self.scaler is None else float(self.scaler.get_scale())
+
+    def learning_rates(self) -> list[float]:
+        """The learning rate of each parameter group, in order."""
+        return [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def apply(self, factor: float) -> None:
+        """Step every optimizer once with its gradients times ``factor``; update the loss scale.
+
+        Exactness: one rounding of ``factor`` to float32 where a fused optimizer applies it, else one
+        of each product to the gradient's dtype.
+        """
+        for optimizer in self.optimizers:
+            if not gradients_of(own_parameters([optimizer])):
+                continue  # a scaler asserts that it checked some gradient; without one there is no step
+            with _times(optimizer, factor):
+                if self.scaler is None:
+                    optimizer.step()
+                else:
+                    self.scaler.step(optimizer)
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def skip(self, *, nonfinite: bool) -> None:
+        """Leave the optimizers alone; a loss scale that overflowed backs off."""
+        if self.scaler is None:
+            return
+        if nonfinite:
+            self.scaler.update()
+        else:
+            self.forget_unscaling()
+
+    def forget_unscaling(self) -> None:
+        """Forget that gradients were unscaled, without moving the loss scale."""
+        if self.scaler is not None and self.scale_mark() is not None:
+            self.scaler.update(new_scale=self.scaler.get_scale())
+
+    def advance(self, counters: Counters, *, applied: bool) -> None:
+        """Advance every schedule in its own unit."""
+        for schedule in self._schedules:
+            schedule.advance(counters, applied=applied)
+
+    # Refusals -------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._clip is not None and not self._clip > 0:
+            raise WindowUsageError(
+                f"clip_grad_norm={self._clip!r} is not a positive number; None leaves gradients unclipped"
+            )
+        for schedule in self._schedules:
+            if not isinstance(schedule, DeclaredSchedule):
+                raise WindowUsageError(
+                    f"scheduler is a {type(schedule).__name__} without a unit; say what advances it: "
+                    f"wholebatch.per_update(scheduler), or per_attempted_update, per_sample, per_item "
+                    f"from wholebatch.finish"
+                )
+        for optimizer in self.optimizers:
+            _refuse_closure(optimizer)
+            _refuse_broken_kernel(optimizer)
+        if self.scaler is not None and any(p.dtype == torch.float16 for p in self.parameters):
+            raise UnsupportedError(
+                "a GradScaler can't unscale the gradients of float16 parameters; keep the parameters in "
+                "float32 and run the forward under torch.autocast(dtype=torch.float16)"
+            )
+
+
+@contextmanager
+def _times(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Let ``optimizer`` see its gradients times ``factor`` in the step inside."""
+    gradients = gradients_of(own_parameters([optimizer]))
+    if factor == 1.0:
+        yield
+    elif _folds(optimizer, gradients):
+        # A fused kernel divides by grad_scale as it reads the gradient, and skips on found_inf. Both
+        # are attributes that GradScaler sets and removes in the same way.
+        device = gradients[0].device
+        fused: Any = optimizer
+        fused.grad_scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
+        fused.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        try:
+            yield
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                if hasattr(fused, name):  # GradScaler.step removes them itself
+                    delattr(fused, name)
+    else:
+        scale_gradients(gradients, factor)
+        yield
+
+
+def _folds(optimizer: Optimizer, gradients: Sequence[Tensor]) -> bool:
+    """Whether the optimizer's kernel can take the factor without losing digits."""
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused") for group in optimizer.param_groups
+    )
+    # grad_scale is a float32; a float64 gradient would lose half its digits to it
+    return fused and all(gradient.dtype != torch.float64 for gradient in gradients)
+
+
+def _refuse_closure(optimizer: Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.step needs a closure that computes the loss again; one update "
+            f"would then be several passes over a window that is already reduced and cleared. Use an "
+            f"optimizer that steps on gradients"
+        )
+
+
+def _refuse_broken_kernel(optimizer: Optimizer) -> None:
+    """Refuse a fused SGD that silently leaves half-precision parameters where they are."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            half = parameter.dtype in (torch.bfloat16, torch.float16)
+            if group.get("fused") and half and parameter.device.type == "cpu":
+                if _fused_sgd_moves(parameter.dtype):
+                    continue
+                raise UnsupportedError(
+                    f"SGD(fused=True) in torch {torch.__version__} does not move {parameter.dtype} "
+                    f"parameters of 16 or more elements on CPU, without an error (pytorch issue 191763); "
+                    f"use fused=False"
+                )
+
+
+@functools.cache
+def _fused_sgd_moves(dtype: torch.dtype) -> bool:
+    """Try it: versions with and without the fault can't be told apart by number alone."""
+    probe = nn.Parameter(torch.ones(32, dtype=dtype))
+    probe.grad = torch.ones_like(probe)
+    torch.optim.SGD([probe], lr=0.5, fused=True).step()
+    return bool((probe != 1).all())

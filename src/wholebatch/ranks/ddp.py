@@ -1,0 +1,321 @@
+"""torch's DistributedDataParallel: one reduction an update, in the last micro-batch or after it.
+
+Facts of DDP that this file rests on (read in torch 2.13 and tested against it):
+
+* The forward reads ``require_backward_grad_sync``; a backward whose forward ran without it leaves
+  its gradients on the rank. So the switch is set around forward *and* backward.
+* A synchronised forward sets ``require_forward_param_sync``. Cleared before, it is evidence that
+  the forward went through DDP with the reduction on.
+* With that switch on, the next forward broadcasts the buffers of rank 0. A collective in a forward
+  would leave ranks waiting whose forward failed, so the window keeps it off and shares the buffers
+  itself, once, when all ranks have agreed to commit.
+* A parameter that the synchronised backward did not reach leaves the reduction unfinished without
+  an error until the next forward. The reducer says so when asked.
+* ``static_graph=True`` learns the graph in its first backward, which must be synchronised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
+from wholebatch.ranks.base import Ranks
+
+Reduce = Literal["overlapped", "after_agreement"]
+
+# Hooks that divide by the number of ranks, as DDP itself does. Any other hook may do anything.
+_AVERAGING_HOOKS = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+)
+_BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
+
+
+@dataclass(frozen=True, slots=True)
+class _Total:
+    vector: Tensor
+    work: Any
+
+    def wait(self) -> list[float]:
+        self.work.wait()
+        return [float(value) for value in self.vector.tolist()]
+
+
+class DDPRanks(Ranks):
+    """The ranks of one ``DistributedDataParallel`` model; each is a replica.
+
+    Args:
+        model: the DDP model.
+        reduce: ``"overlapped"``: DDP reduces in the last micro-batch's backward and divides by D.
+            ``"after_agreement"``: every micro-batch is held back, all ranks agree, and one reduction
+            of our own adds up without dividing.
+        reduction_divisor: what a communication hook of your own divides by.
+
+    Raises:
+        UnsupportedError: a hook, mode or parameter that can't be reduced exactly.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, *, reduce: Reduce, reduction_divisor: float | None
+    ) -> None:
+        self._model = model
+        self._group = model.process_group
+        self._always_after = reduce == "after_agreement"
+        self._declared_divisor = reduction_divisor
+        self.rank = dist.get_rank(self._group)
+        self.num_replicas = dist.get_world_size(self._group)
+        self.warming_up = bool(model.static_graph) and not self._always_after
+        self._uneven = False
+        self._found = (True, True)
+        self._before: list[tuple[int, int]] = []
+        self._refuse_modes()
+        self._host_group = _host_group(self._group)
+
+    def total(self, vector: Sequence[float]) -> _Total:
+        sums = torch.tensor(vector, dtype=torch.float64)
+        return _Total(sums, dist.all_reduce(sums, group=self._host_group, async_op=True))
+
+    def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
+        reduced = {id(parameter) for _, parameter in self._reduced_parameters()}
+        outside = [p for p in parameters if p.requires_grad and id(p) not in reduced]
+        if outside:
+            raise UnsupportedError(
+                f"{len(outside)} of the optimizer's {len(parameters)} parameters are not in the DDP model "
+                f"(the first has shape {list(outside[0].shape)}), so nobody reduces their gradients; make "
+                f"them part of the module that DDP wraps"
+            )
+
+    def begin(self) -> None:
+        model = self._model
+        self._found = (model.require_backward_grad_sync, model.require_forward_param_sync)
+        self.reductions = 0
+        self.reduces_at_the_end = self._always_after
+        self._averaged_by = self._hook_divisor()
+
+    def open_window(self, *, uneven: bool, ranks_without: int) -> None:
+        self._uneven = uneven
+        # A rank without a micro-batch has no backward in which DDP could reduce: reduce at the end.
+        self.reduces_at_the_end = self._always_after or ranks_without > 0
+        self.divisor = 1.0 if self.reduces_at_the_end else self._averaged_by
+        if self.warming_up and (uneven or ranks_without):
+            raise UnsupportedError(
+                "DDP(static_graph=True) needs its first backward reduced on every rank, but in this first "
+                "window the ranks have different numbers of micro-batches; begin with a full window, or "
+                "leave static_graph off"
+            )
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        model = self._model
+        self.synchronises = (last or self.warming_up) and not self.reduces_at_the_end
+        model.require_backward_grad_sync = self.synchronises
+        model.require_forward_param_sync = False
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = self._found
+            self.synchronises = False
+
+    def check_forward(self) -> None:
+        if self.synchronises and not self._model.require_forward_param_sync:
+            raise WindowUsageError(
+                "the forward of the last micro-batch did not run through the DDP model with its reduction "
+                "on; call the model that the window was given (not model.module), with gradients enabled, "
+                "and leave no_sync to the window"
+            )
+
+    def backward(self, loss: Tensor) -> None:
+        if not self.synchronises:
+            super().backward(loss)
+            return
+        self._before = self._gradient_marks()
+        super().backward(loss)
+        self.reductions += 1
+        self._check_reduced()
+        self.warming_up = False
+
+    def complete_reduction(self, parameters: Sequence[nn.Parameter]) -> None:
+        if not self.reduces_at_the_end:
+            return
+        gradients = self._present_on_any_rank(parameters)
+        _sum_over_ranks(gradients, self._group)
+        self.reductions += 1
+
+    def share_buffers(self) -> None:
+        if self._model.broadcast_buffers:
+            for flat, parts in _flattened(list(self._model.modules_buffers)):
+                dist.broadcast(flat, src=dist.get_global_rank(self._group, 0), group=self._group)
+                _copy_back(flat, parts)
+
+    def end(self) -> None:
+        model = self._model
+        model.require_backward_grad_sync, model.require_forward_param_sync = self._found
+
+    # What can't be run exactly -------------------------------------------------------------------
+
+    def _refuse_modes(self) -> None:
+        model = self._model
+        if model.mixed_precision is not None:
+            raise UnsupportedError(
+                "DDP(mixed_precision=...) swaps parameters inside the forward and can't be run exactly; "
+                "use torch.autocast, or DDP without it"
+            )
+        if getattr(model, "_delay_all_reduce_params", None):
+            raise UnsupportedError(
+                "DDP(delay_all_reduce_named_params=...) reduces outside the backward; leave it off"
+            )
+        if self._always_after and model.static_graph:
+            raise UnsupportedError(
+                "DDP(static_graph=True) needs a synchronised first backward, which "
+                'reduce="after_agreement" holds back; use reduce="overlapped", or leave static_graph off'
+            )
+        self._hook_divisor()
+
+    def _hook_divisor(self) -> float:
+        """What DDP's reduction divides by; refuses a communication hook that nobody vouches for."""
+        if self._declared_divisor is not None:
+            return float(self._declared_divisor)
+        hooks = [hook for hook, _ in self._model._comm_hooks]
+        unknown = [hook for hook in hooks if hook not in _AVERAGING_HOOKS]
+        if unknown and not self._always_after:
+            name = getattr(unknown[0], "__qualname__", repr(unknown[0]))
+            raise UnsupportedError(
+                f"the DDP communication hook {name} is not one of those known to average "
+                f"({', '.join(hook.__name__ for hook in _AVERAGING_HOOKS)}); a hook that sums makes the "
+                f"update {self.num_replicas} times too large. Say what it divides by: "
+                f"reduction_divisor={self.num_replicas} for a mean, reduction_divisor=1 for a sum"
+            )
+        return float(self.num_replicas)
+
+    # Evidence that the reduction happened --------------------------------------------------------
+
+    def _reduced_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """What DDP's reducer knows, in its own order."""
+        ignored = self._model.parameters_to_ignore
+        return [
+            (name, parameter)
+            for name, parameter in self._model.module.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        ]
+
+    def _gradient_marks(self) -> list[tuple[int, int]]:
+        gradients = [parameter.grad for _, parameter in self._reduced_parameters()]
+        return [(0, 0) if g is None else (id(g), g._version) for g in gradients]
+
+    def _check_reduced(self) -> None:
+        if self._gradient_marks() == self._before:
+            raise PoisonedWindowError(
+                f"rank {self.rank}: the backward of the last micro-batch reached no parameter of the DDP "
+                f"model, so nothing was reduced; its loss does not depend on the model's output. Restart "
+                f"from the last committed update"
+            )
+        try:
+            self._model.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            unused = self._named(str(error))
+            raise PoisonedWindowError(
+                f"rank {self.rank}: the gradient reduction did not finish, because the last micro-batch "
+                f"did not use {unused}. Wrap the model in DDP(find_unused_parameters=True), or build the "
+                f'window with reduce="after_agreement"; restart from the last committed update'
+            ) from error
+
+    def _named(self, message: str) -> str:
+        """The parameters behind the indices in the reducer's own message."""
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+        names = [name for name, _ in self._reduced_parameters()]
+        indices = [int(index) for index in found.group(1).split()] if found else []
+        return ", ".join(names[index] for index in indices if index < len(names)) or "some parameters"
+
+    # Our own reduction ---------------------------------------------------------------------------
+
+    def _present_on_any_rank(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Gradients that some rank has, in one order; zeros where only this rank has none."""
+        own = {id(parameter) for parameter in parameters}
+        named = [(name, p) for name, p in self._reduced_parameters() if id(p) in own]
+        for name, parameter in named:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise UnsupportedError(
+                    f"{name} has a sparse gradient, which the reduction after agreement can't add up; use "
+                    f'sparse=False, or reduce="overlapped" with a micro-batch on every rank'
+                )
+        holders = self.total([float(p.grad is not None) for _, p in named]).wait()
+        gradients: list[Tensor] = []
+        for (_, parameter), ranks_with in zip(named, holders, strict=True):
+            if ranks_with == 0:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        return gradients
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks for small vectors on the host, apart from all other traffic.
+
+    Apart, because a rank that fails answers its exchange here while others may be inside a
+    collective of the model's own group.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    host_group: dist.ProcessGroup = dist.new_group(
+        ranks, backend="gloo", timeout=_timeout(group), use_local_synchronization=True
+    )
+    return host_group
+
+
+def _timeout(group: dist.ProcessGroup) -> Any:
+    """The timeout of ``group``, so that a lost rank is noticed here as soon as there."""
+    for device in ("cpu", str(torch.accelerator.current_accelerator() or "cpu")):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return None
+
+
+Part = list[Tensor]
+
+
+def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Part]]:
+    """Flat copies of ``tensors`` in buckets of one device and dtype, with the parts of each."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for group in kinds.values():
+        part: Part = []
+        held_bytes = 0
+        for tensor in group:
+            if part and held_bytes + tensor.nbytes > _BUCKET_BYTES:
+                yield torch.cat([t.detach().flatten() for t in part]), part
+                part, held_bytes = [], 0
+            part.append(tensor)
+            held_bytes += tensor.nbytes
+        yield torch.cat([t.detach().flatten() for t in part]), part
+
+
+@torch.no_grad()
+def _copy_back(flat: Tensor, parts: Part) -> None:
+    pieces = torch.split(flat, [tensor.numel() for tensor in parts])
+    for tensor, piece in zip(parts, pieces, strict=True):
+        tensor.copy_(piece.view_as(tensor))
+
+
+def _sum_over_ranks(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Add gradients up over the ranks, all buckets under way at once."""
+    under_way = [
+        (flat, parts, dist.all_reduce(flat, group=group, async_op=True))
+        for flat, parts in _flattened(gradients)
+    ]
+    for flat, parts, work in under_way:
+        work.wait()
+        _copy_back(flat, parts)

@@ -1,0 +1,50 @@
+"""One process: nothing to reduce, nobody to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import nn
+
+from wholebatch.ranks.base import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    sums: list[float]
+
+    def wait(self) -> list[float]:
+        return self.sums
+
+
+class SingleRank(Ranks):
+    """A job of one rank: every question about the others has an answer at once."""
+
+    def total(self, vector: Sequence[float]) -> _Known:
+        return _Known(list(vector))
+
+    def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def open_window(self, *, uneven: bool, ranks_without: int) -> None:
+        pass
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def check_forward(self) -> None:
+        pass
+
+    def complete_reduction(self, parameters: Sequence[nn.Parameter]) -> None:
+        pass
+
+    def share_buffers(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,144 @@
+"""What came out of a window: agreed over the replicas, then written down as a record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from wholebatch.objective import LossSum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What one rank found when its last micro-batch was reduced.
+
+    Attributes:
+        nonfinite: whether the reduced gradient is NaN or infinite somewhere.
+        buffers_moved: whether the forwards wrote buffers.
+        losses: for each micro-batch and term, its summed loss.
+        items: for each micro-batch and term, the items that the loss summed.
+        peak_memory_bytes: of this process; 0 where unknown.
+    """
+
+    nonfinite: bool
+    buffers_moved: bool
+    losses: tuple[tuple[float, ...], ...]
+    items: tuple[tuple[float, ...], ...]
+    peak_memory_bytes: int
+
+    def payload(self, *, rank: int, num_replicas: int, num_terms: int) -> list[float]:
+        """The numbers to add up over the replicas; each has a place of its own for two of them."""
+        bad = [0.0] * num_replicas
+        peaks = [0.0] * num_replicas
+        bad[rank], peaks[rank] = float(self._bad_micro_batch()), float(self.peak_memory_bytes)
+        return [
+            float(self.nonfinite),
+            float(self.buffers_moved),
+            *(sum(row[term] for row in self.losses) for term in range(num_terms)),
+            *(sum(row[term] for row in self.items) for term in range(num_terms)),
+            *bad,
+            *peaks,
+        ]
+
+    def _bad_micro_batch(self) -> int:
+        """Number, from 1, of the first micro-batch whose loss is not finite; negative if it has no
+        items; 0 if there is none."""
+        for number, (losses, items) in enumerate(zip(self.losses, self.items, strict=True), start=1):
+            for loss, count in zip(losses, items, strict=True):
+                if not math.isfinite(loss):
+                    return number if count > 0 else -number
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalResult:
+    """The same over all replicas.
+
+    Attributes:
+        nonfinite, buffers_moved: on any replica.
+        losses, items: by term, summed over all micro-batches and replicas.
+        bad: by replica, as ``Result._bad_micro_batch``.
+        peak_memory_bytes: by replica; ``None`` where unknown.
+    """
+
+    nonfinite: bool
+    buffers_moved: bool
+    losses: tuple[float, ...]
+    items: tuple[float, ...]
+    bad: tuple[int, ...]
+    peak_memory_bytes: list[int] | None
+
+    @classmethod
+    def from_sums(cls, sums: Sequence[float], *, num_replicas: int, num_terms: int) -> GlobalResult:
+        """Read payloads that were added up over ``num_replicas``."""
+        nonfinite, moved, *rest = sums
+        by_term, by_replica = rest[: 2 * num_terms], rest[2 * num_terms :]
+        peaks = [round(peak) for peak in by_replica[num_replicas:]]
+        return cls(
+            nonfinite=nonfinite > 0,
+            buffers_moved=moved > 0,
+            losses=tuple(by_term[:num_terms]),
+            items=tuple(by_term[num_terms:]),
+            bad=tuple(round(number) for number in by_replica[:num_replicas]),
+            peak_memory_bytes=peaks if all(peaks) else None,
+        )
+
+    def why_nonfinite(self) -> str:
+        """Which micro-batch of which rank made the gradient NaN or infinite, in words."""
+        named = [
+            f"the loss of micro-batch {abs(number)} on rank {rank} is not finite"
+            + (", which has no items: a mean over nothing is 0/0, give a sum" if number < 0 else "")
+            for rank, number in enumerate(self.bad)
+            if number
+        ]
+        if not named:
+            return "the gradient is NaN or infinite although every summed loss is finite"
+        return "the gradient is NaN or infinite: " + "; ".join(named)
+
+
+def result_size(num_replicas: int, num_terms: int) -> int:
+    """Numbers in a payload."""
+    return 2 + 2 * num_terms + 2 * num_replicas
+
+
+def losses_by_term(
+    coefficients: Mapping[str, float], losses: Sequence[float], items: Sequence[float]
+) -> tuple[dict[str, dict[str, float | None]], float | None]:
+    """The losses of the whole global batch.
+
+    Args:
+        coefficients: ``c_k`` by term.
+        losses: summed loss ``L_k`` of each term.
+        items: ``N_k`` of each term.
+
+    Returns:
+        By term its items, ``L_k / N_k`` and ``c_k``; and ``sum_k c_k * L_k / N_k`` over the terms
+        that have items. ``None`` in place of a number that is not finite.
+    """
+    terms: dict[str, dict[str, float | None]] = {}
+    total = 0.0
+    for (name, coefficient), loss, count in zip(coefficients.items(), losses, items, strict=True):
+        per_item = loss / count if count > 0 else math.nan
+        if count > 0:
+            total += coefficient * per_item
+        terms[name] = {"items": whole(count), "loss_per_item": finite(per_item), "coefficient": coefficient}
+    return terms, finite(total) if any(count > 0 for count in items) else None
+
+
+def finite(number: float) -> float | None:
+    """``number``, or ``None`` where it is NaN or infinite."""
+    return number if math.isfinite(number) else None
+
+
+def whole(number: float) -> int | float:
+    """A number of items as an integer where it is one."""
+    return int(number) if float(number).is_integer() else number
+
+
+def without_graph(loss: LossSum) -> LossSum:
+    """``loss`` with its graph let go, also in the tensor that the caller holds."""
+    held = loss.loss_sum
+    if held._base is None:
+        held.detach_()
+    return LossSum(held.detach(), loss.num_items)

@@ -1,0 +1,158 @@
+"""What is in a window, counted before its first backward and added up over the replicas.
+
+Numbers travel as float64, exact for whole numbers below 2^53; the 64-bit digest of sample ids goes
+in four parts of 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wholebatch.errors import ObjectiveError, WindowUsageError
+from wholebatch.gradients import read_scalars
+from wholebatch.objective import Number, Objective
+from wholebatch.order import format_digest, sample_digest
+from wholebatch.split import num_samples
+
+_DIGEST_PARTS = 4
+_FIXED = 6 + _DIGEST_PARTS  # numbers of a payload before the terms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tally:
+    """What one rank holds of a window.
+
+    Attributes:
+        micro_batches, samples, positions: how many of each.
+        digest: commutative digest of the sample ids, ``None`` where they are not known.
+        items: for each micro-batch and term, the items counted ahead; ``None`` where unknowable.
+    """
+
+    micro_batches: int
+    samples: int
+    positions: int
+    digest: int | None
+    items: tuple[tuple[float | None, ...], ...]
+
+    def payload(self, num_terms: int) -> list[float]:
+        """The numbers to add up over the replicas: ``10 + 2 * num_terms`` of them."""
+        digest = self.digest or 0
+        parts = [float(digest >> (16 * part) & 0xFFFF) for part in range(_DIGEST_PARTS)]
+        columns = [[row[term] for row in self.items] for term in range(num_terms)]
+        return [
+            float(self.micro_batches),
+            float(self.micro_batches**2),
+            float(self.micro_batches == 0),
+            float(self.samples),
+            float(self.positions),
+            float(self.micro_batches > 0 and self.digest is None),
+            *parts,
+            *(sum(number for number in column if number is not None) for column in columns),
+            *(float(any(number is None for number in column)) for column in columns),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalTally:
+    """The same over all replicas.
+
+    Attributes:
+        micro_batches, samples, positions: how many of each, over all replicas.
+        uneven: whether the replicas hold different numbers of micro-batches.
+        ranks_without: replicas that hold none.
+        digest: 16 hex digits, ``None`` where some sample ids are not known.
+        items: N of each term, ``None`` where unknown before the forward.
+    """
+
+    micro_batches: int
+    samples: int
+    positions: int
+    uneven: bool
+    ranks_without: int
+    digest: str | None
+    items: tuple[float | None, ...]
+
+    @classmethod
+    def from_sums(cls, sums: Sequence[float], *, num_replicas: int, num_terms: int) -> GlobalTally:
+        """Read payloads that were added up over ``num_replicas``."""
+        micro_batches, squares, without, samples, positions, anonymous = sums[:6]
+        parts = sums[6:_FIXED]
+        digest = sum(round(part) << (16 * place) for place, part in enumerate(parts)) % 2**64
+        items = sums[_FIXED : _FIXED + num_terms]
+        unknown = sums[_FIXED + num_terms :]
+        return cls(
+            micro_batches=round(micro_batches),
+            samples=round(samples),
+            positions=round(positions),
+            uneven=num_replicas * squares != micro_batches**2,
+            ranks_without=round(without),
+            digest=None if anonymous else format_digest(digest),
+            items=tuple(
+                None if unknowable else number for number, unknowable in zip(items, unknown, strict=True)
+            ),
+        )
+
+
+def payload_size(num_terms: int) -> int:
+    """Numbers in a payload."""
+    return _FIXED + 2 * num_terms
+
+
+def tally(
+    batches: Sequence[Any],
+    objective: Objective,
+    *,
+    sample_ids: Iterable[int] | None,
+    counted: Sequence[Mapping[str, Number]] | None,
+) -> Tally:
+    """Count what ``batches`` hold.
+
+    Args:
+        batches: this rank's micro-batches of one window.
+        objective: counts the items.
+        sample_ids: ids of this rank's samples; by default each batch's own ``"sample_ids"``.
+        counted: items of each micro-batch by term where a counting pass found them.
+
+    Raises:
+        ObjectiveError: a number of items that is negative or not finite.
+        WindowUsageError: sample ids that are not one for each sample.
+    """
+    terms = list(objective.coefficients)
+    counts = counted if counted is not None else [objective.count(batch) for batch in batches]
+    flat = [count[term] for count in counts for term in terms]
+    known = read_scalars([0.0 if number is None else number for number in flat])
+    for place, number in enumerate(known):
+        if not 0.0 <= number < float("inf"):
+            micro_batch, term = divmod(place, len(terms))
+            raise ObjectiveError(
+                f"micro-batch {micro_batch + 1} counts {number} items of term {terms[term]!r}; a number of "
+                f"items is finite and not negative"
+            )
+    table = [None if given is None else number for given, number in zip(flat, known, strict=True)]
+    rows = [tuple(table[start : start + len(terms)]) for start in range(0, len(table), len(terms))]
+    samples = sum(num_samples(batch) for batch in batches)
+    return Tally(
+        micro_batches=len(batches),
+        samples=samples,
+        positions=sum(objective.positions(batch) for batch in batches),
+        digest=_digest(batches, sample_ids, samples),
+        items=tuple(rows),
+    )
+
+
+def _digest(batches: Sequence[Any], sample_ids: Iterable[int] | None, samples: int) -> int | None:
+    if sample_ids is None:
+        known = [batch["sample_ids"] for batch in batches if _has_sample_ids(batch)]
+        if len(known) < max(1, len(batches)):
+            return None
+        sample_ids = [int(sample_id) for ids in known for sample_id in ids]
+    ids = list(sample_ids)
+    if len(ids) != samples:
+        raise WindowUsageError(f"{len(ids)} sample ids were given for {samples} samples of this window")
+    return sample_digest(ids)
+
+
+def _has_sample_ids(batch: Any) -> bool:
+    return isinstance(batch, Mapping) and batch.get("sample_ids") is not None

@@ -1,0 +1,495 @@
+"""One update from its first micro-batch to one of its three ends: committed, rolled back, poisoned.
+
+``window.py`` says what that means and what the loop looks like; this file is the loop. In order:
+``_begin`` counts, ``_loop`` and ``backward`` run the micro-batches, ``_commit`` reduces, agrees and
+steps, ``_end_without_commit`` puts everything back.
+
+Longer than 400 lines because the states of one update and the ways out of them belong together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.errors import (
+    ChangedInsideWindowError,
+    CountMismatchError,
+    IncompleteUpdateError,
+    NonFiniteUpdateError,
+    ObjectiveError,
+    OtherRankFailedError,
+    PoisonedWindowError,
+    UpdateError,
+    WindowUsageError,
+)
+from wholebatch.finish import Finish
+from wholebatch.gradients import clear_gradients, gradients_of
+from wholebatch.memory import peak_memory_bytes
+from wholebatch.objective import LossSum, Number, Objective, as_loss_sum
+from wholebatch.plan import BatchPlan
+from wholebatch.ranks.agreement import Agreement, PendingExchange
+from wholebatch.ranks.base import Ranks
+from wholebatch.record import Counters, Outcome, UpdateRecord
+from wholebatch.result import (
+    GlobalResult,
+    Result,
+    finite,
+    losses_by_term,
+    whole,
+    without_graph,
+)
+from wholebatch.snapshot import Snapshot
+from wholebatch.tally import GlobalTally, tally
+
+# loss_fn(model, batch) -> (loss_sum, num_items), or {term: (loss_sum, num_items)}
+LossFunction = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class WindowParts:
+    """What the updates of one window share.
+
+    Attributes:
+        provisional_items: N of the last applied update, where N is known only after the forwards.
+        poisoned: why no further update can run, or ``None``.
+        open_update: the update that is under way, or ``None``.
+    """
+
+    model: nn.Module
+    objective: Objective
+    plan: BatchPlan | None
+    finish: Finish
+    ranks: Ranks
+    agreement: Agreement
+    snapshot: Snapshot
+    on_nonfinite: Literal["skip", "raise"]
+    counters: Counters = field(default_factory=Counters)
+    provisional_items: float | None = None
+    poisoned: str | None = None
+    open_update: Update | None = None
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Names of the objective's terms, in order."""
+        return tuple(self.objective.coefficients)
+
+
+class Update:
+    """One update of a window. Made by ``UpdateWindow.update``."""
+
+    def __init__(
+        self,
+        window: WindowParts,
+        batches: Iterable[Any],
+        *,
+        sample_ids: Iterable[int] | None = None,
+        count_with: LossFunction | None = None,
+    ) -> None:
+        self._window = window
+        self._batches = batches
+        self._sample_ids = sample_ids
+        self._count_with = count_with
+        self._turns: Generator[Any] | None = None
+        self._turn = -1  # the micro-batch that is open
+        self._waits_for_backward = False
+        self._losses: list[dict[str, LossSum]] = []  # detached, by micro-batch
+        self._pending: PendingExchange | None = None
+        self._tally: GlobalTally | None = None
+        self._shares: dict[str, float] = {}  # what each term's summed loss is multiplied by
+        self._agreed = False  # every rank knows how this update ended
+        self._irrevocable = False
+        self._unscaled = False
+        self._record: UpdateRecord | None = None
+
+    @property
+    def record(self) -> UpdateRecord:
+        """What happened; there once the update has committed."""
+        if self._record is None:
+            raise WindowUsageError("an update has a record once it has committed, after its with block")
+        return self._record
+
+    # Begin ----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        window = self._window
+        if window.poisoned:
+            raise PoisonedWindowError(window.poisoned)
+        if window.open_update is not None:
+            raise WindowUsageError(
+                "another update of this window is under way, or this one was entered twice; leave its "
+                "with block first"
+            )
+        self._started = perf_counter()
+        window.open_update = self
+        try:
+            self._begin()
+        except BaseException as error:
+            self._end_without_commit(error)
+            raise
+        return self
+
+    def _begin(self) -> None:
+        """Count what this rank holds, and begin to add it up over the replicas."""
+        window = self._window
+        window.ranks.begin()
+        window.snapshot.take()
+        self._scale_mark = window.finish.scale_mark()
+        self._held = _micro_batches(self._batches, window.plan)
+        self._ahead = tally(
+            self._held, window.objective, sample_ids=self._sample_ids, counted=self._counting_pass()
+        )
+        self._pending = window.agreement.exchange(
+            self._ahead.payload(len(window.terms)), doing="adding up what the window holds"
+        )
+
+    def _counting_pass(self) -> list[dict[str, Number]] | None:
+        if self._count_with is None:
+            return None
+        window = self._window
+        counted: list[dict[str, Number]] = []
+        with torch.no_grad():
+            for batch in self._held:
+                with window.ranks.micro_batch(last=False):
+                    found = self._by_term(self._count_with(window.model, batch))
+                counted.append({term: loss.num_items for term, loss in found.items()})
+        window.snapshot.rewind()
+        return counted
+
+    def _settle(self) -> GlobalTally:
+        """Wait for the totals over the replicas, once, and fix what every summed loss is worth."""
+        if self._tally is not None:
+            return self._tally
+        assert self._pending is not None
+        window, ranks, pending = self._window, self._window.ranks, self._pending
+        self._pending = None
+        total = GlobalTally.from_sums(
+            pending.wait(), num_replicas=ranks.num_replicas, num_terms=len(window.terms)
+        )
+        if total.micro_batches == 0:
+            raise WindowUsageError("an update needs at least one micro-batch on some rank; got none")
+        plan = window.plan
+        if plan is not None and total.samples > plan.global_batch_samples:
+            raise WindowUsageError(
+                f"this update holds {total.samples} samples over {ranks.num_replicas} replicas, more than "
+                f"the plan's global batch of {plan.global_batch_samples}"
+            )
+        ranks.open_window(uneven=total.uneven, ranks_without=total.ranks_without)
+        unknown = [term for term, n in zip(window.terms, total.items, strict=True) if n is None]
+        if unknown and len(window.terms) > 1:
+            raise ObjectiveError(
+                f"the items of {', '.join(map(repr, unknown))} are not known before the forward, and one "
+                f"correction at the finish can't mend one of {len(window.terms)} denominators; give that "
+                f"term a count, or use window.run(..., counting_pass=True)"
+            )
+        # Provisional: the last update's N is near enough to keep float16 in range.
+        self._provisional = window.provisional_items or float(total.samples)
+        for (term, coefficient), n in zip(window.objective.coefficients.items(), total.items, strict=True):
+            n = self._provisional if n is None else n
+            self._shares[term] = coefficient * ranks.divisor / n if n > 0 else 0.0
+        self._tally = total
+        return total
+
+    # The loop -------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's micro-batches, each with its forward and backward inside one scope."""
+        if self._window.open_update is not self or self._turns is not None:
+            raise WindowUsageError(
+                "iterate an update once, inside its with block: with window.update(batches) as update: "
+                "for batch in update: ..."
+            )
+        self._turns = self._loop()
+        return self._turns
+
+    def _loop(self) -> Generator[Any]:
+        ranks = self._window.ranks
+        for index, batch in enumerate(self._held):
+            last = index == len(self._held) - 1
+            if last or ranks.warming_up:
+                self._settle()  # a forward that may reduce must know whether it will
+            with ranks.micro_batch(last=last):
+                self._turn, self._waits_for_backward = index, True
+                yield batch
+            if self._waits_for_backward:
+                raise IncompleteUpdateError(
+                    f"{self._where()} had no update.backward(...); every micro-batch needs one, so that "
+                    f"its items are in the update. Everything was rolled back"
+                )
+
+    def backward(self, loss: LossSum | tuple[Tensor, Number] | Mapping[str, Any]) -> None:
+        """Add the gradient of this micro-batch's *summed* loss; the window divides.
+
+        ``sum_k (c_k * divisor / N_k) * loss_sum_k`` is differentiated, with ``divisor`` what the
+        engine divides by when it reduces. The loss tensors given lose their graph, so that keeping
+        them for a log keeps no memory alive.
+
+        Args:
+            loss: ``(loss_sum, num_items)``, or such by term.
+
+        Raises:
+            WindowUsageError: not inside the loop, or twice for one micro-batch.
+            ObjectiveError: not a sum with its number of items, or without a graph.
+        """
+        if not self._waits_for_backward:
+            raise WindowUsageError(
+                "update.backward belongs once into each turn of `for batch in update`; give several terms "
+                "at once, as update.backward({name: (loss_sum, num_items), ...})"
+            )
+        ranks = self._window.ranks
+        by_term = self._by_term(loss)
+        self._settle()
+        parts = [given.loss_sum * self._shares[term] for term, given in by_term.items()]
+        weighted = torch.stack([part.reshape(()) for part in parts]).sum() if len(parts) > 1 else parts[0]
+        if self._can_run_backward(weighted, by_term):
+            ranks.check_forward()
+            if ranks.synchronises:
+                self._window.agreement.exchange(doing="about to reduce gradients").wait()
+                self._irrevocable = True
+            ranks.backward(self._window.finish.scaled(weighted))
+            self._irrevocable = False
+        self._losses.append({term: without_graph(given) for term, given in by_term.items()})
+        self._waits_for_backward = False
+
+    def _by_term(self, loss: Any) -> dict[str, LossSum]:
+        """``loss`` checked, in the order of the objective's terms."""
+        terms = self._window.terms
+        by_term = dict(loss) if isinstance(loss, Mapping) else {terms[0]: loss}
+        if set(by_term) != set(terms):
+            raise ObjectiveError(
+                f"the loss has the terms {sorted(by_term)} and the objective {sorted(terms)}; give "
+                f"backward every term of the objective, once"
+            )
+        return {term: as_loss_sum(by_term[term], name=f"term {term!r}") for term in terms}
+
+    def _can_run_backward(self, weighted: Tensor, by_term: Mapping[str, LossSum]) -> bool:
+        """Whether there is a graph to run; none is needed where there are no items to learn from."""
+        if weighted.requires_grad:
+            return True
+        if not self._window.ranks.synchronises and not any(float(v.num_items) for v in by_term.values()):
+            return False
+        raise ObjectiveError(
+            f"the loss of {self._where()} does not depend on any parameter that requires a gradient; was "
+            f"the forward run under no_grad, or the loss detached? A micro-batch without items must keep "
+            f"its graph too where gradients are reduced: sum over no items, do not make a new zero"
+        )
+
+    # End ------------------------------------------------------------------------------------------
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._turns is not None:
+            self._turns.close()  # leaves the scope of a micro-batch that was open
+        if error is None:
+            try:
+                self._commit()
+                return
+            except BaseException as raised:
+                self._end_without_commit(raised)
+                raise
+        self._end_without_commit(error)
+
+    def _commit(self) -> None:
+        window, ranks = self._window, self._window.ranks
+        if len(self._losses) < len(self._held):
+            raise IncompleteUpdateError(
+                f"the loop was left after {len(self._losses)} of {len(self._held)} micro-batches; the "
+                f"update was rolled back, nothing was counted"
+            )
+        total = self._settle()
+        if ranks.reduces_at_the_end:
+            window.agreement.exchange(doing="about to reduce gradients").wait()
+            self._irrevocable = True
+        ranks.complete_reduction(window.finish.parameters)
+        self._irrevocable = False
+        gradient_norm, result = self._agree_on_result()
+        self._conclude(total, result, gradient_norm)
+
+    def _agree_on_result(self) -> tuple[float, GlobalResult]:
+        """Read the device once, and agree with the other ranks on what came out."""
+        window, ranks = self._window, self._window.ranks
+        terms, held = len(window.terms), len(self._held)
+        given = [loss for by_term in self._losses for loss in by_term.values()]
+        self._unscaled = True
+        reading = window.finish.read(
+            ranks, [loss.loss_sum for loss in given] + [loss.num_items for loss in given]
+        )
+        rows = [tuple(reading.values[n * terms : (n + 1) * terms]) for n in range(2 * held)]
+        result = Result(
+            nonfinite=not math.isfinite(reading.norm),
+            buffers_moved=window.snapshot.buffers_moved(),
+            losses=tuple(rows[:held]),
+            items=tuple(rows[held:]),
+            peak_memory_bytes=peak_memory_bytes() or 0,
+        )
+        problem = self._problem(result)
+        pending = window.agreement.exchange(
+            result.payload(rank=ranks.rank, num_replicas=ranks.num_replicas, num_terms=terms),
+            doing="agreeing on what came out",
+            failed=problem is not None,
+        )
+        self._agreed = True
+        try:
+            sums = pending.wait()
+        except OtherRankFailedError as other:
+            raise problem or other from None
+        return reading.norm, GlobalResult.from_sums(sums, num_replicas=ranks.num_replicas, num_terms=terms)
+
+    def _problem(self, result: Result) -> UpdateError | None:
+        """Why this rank can't commit, if so."""
+        window = self._window
+        changed = window.snapshot.changed()
+        if self._scale_mark not in (None, window.finish.scale_mark()):
+            changed = "the loss scale was updated"
+        if changed:
+            return ChangedInsideWindowError(
+                f"rank {window.ranks.rank}: {changed} inside the window, so that its micro-batches belong "
+                f"to different updates; do that between updates. Everything was rolled back"
+            )
+        for index, (ahead, summed) in enumerate(zip(self._ahead.items, result.items, strict=True)):
+            for term, counted, number in zip(window.terms, ahead, summed, strict=True):
+                wanted = number if counted is None else counted
+                if not abs(number - wanted) <= 1e-6 * max(1.0, wanted):
+                    return CountMismatchError(
+                        f"{self._where(index)}: the loss of term {term!r} summed {number:g} items and the "
+                        f"objective counted {wanted:g} ahead of the forward; count what is summed (shifted "
+                        f"labels, ignored labels, class weights). Everything was rolled back"
+                    )
+        if not gradients_of(window.finish.parameters) and any(sum(row) for row in result.items):
+            return UpdateError(
+                f"rank {window.ranks.rank}: no parameter of the optimizer received a gradient; is the "
+                f"optimizer built from the parameters of this model?"
+            )
+        return None
+
+    def _conclude(self, total: GlobalTally, result: GlobalResult, norm: float) -> None:
+        """Step or skip, count, advance, clear; from here on there is no way back."""
+        window, finish, counters = self._window, self._window.finish, self._window.counters
+        items = [
+            summed if ahead is None else ahead
+            for ahead, summed in zip(total.items, result.items, strict=True)
+        ]
+        provisional = total.items[0] is None
+        correction = self._provisional / items[0] if provisional and items[0] > 0 else 1.0
+        norm *= correction
+        outcome: Outcome = "applied"
+        if not any(items):
+            outcome, reason = "skipped_empty", "no micro-batch of any rank has an item to learn from"
+        elif result.nonfinite:
+            outcome, reason = "skipped_nonfinite", result.why_nonfinite()
+            if window.on_nonfinite == "raise":
+                raise NonFiniteUpdateError(f"{reason}. Everything was rolled back, the loss scale too")
+        applied = outcome == "applied"
+        clip = finish.clip_factor(norm)
+        learning_rates, loss_scale = finish.learning_rates(), finish.loss_scale()
+
+        self._irrevocable = True
+        if applied:
+            if result.buffers_moved:
+                window.ranks.share_buffers()
+            finish.apply(correction * clip)
+        else:
+            finish.skip(nonfinite=outcome == "skipped_nonfinite")
+            window.snapshot.put_back_buffers()
+        consumed = whole(items[0])
+        counters.advance(
+            outcome=outcome, micro_batches=total.micro_batches, samples=total.samples, items=consumed
+        )
+        finish.advance(counters, applied=applied)
+        self._irrevocable = False
+
+        clear_gradients(finish.parameters)
+        window.ranks.end()
+        window.open_update = None
+        if applied:
+            window.provisional_items = items[0]
+        by_term, loss_per_item = losses_by_term(window.objective.coefficients, result.losses, items)
+        self._record = UpdateRecord(
+            outcome=outcome,
+            reason=None if applied else reason,
+            updates_attempted=counters.updates_attempted,
+            updates_applied=counters.updates_applied,
+            micro_batches=total.micro_batches,
+            samples=total.samples,
+            items=consumed,
+            positions=total.positions,
+            sample_digest=total.digest,
+            loss_per_item=loss_per_item,
+            terms=by_term,
+            gradient_norm=finite(norm),
+            gradient_norm_after_clip=finite(norm * clip),
+            loss_scale=loss_scale,
+            learning_rates=learning_rates,
+            reductions=window.ranks.reductions,
+            partial=window.plan is not None and total.samples < window.plan.global_batch_samples,
+            seconds=perf_counter() - self._started,
+            peak_memory_bytes=result.peak_memory_bytes,
+        )
+
+    def _end_without_commit(self, error: BaseException) -> None:
+        """Put everything back and tell the other ranks; or, where that is too late, poison."""
+        window = self._window
+        window.open_update = None
+        window.snapshot.put_back()
+        window.ranks.end()
+        if self._irrevocable or isinstance(error, PoisonedWindowError):
+            self._poison(error)
+            return
+        if self._unscaled:
+            window.finish.forget_unscaling()
+        if self._agreed or isinstance(error, OtherRankFailedError):
+            return
+        try:
+            if self._pending is not None:
+                self._pending.wait()
+            window.agreement.report_failure()
+        except OtherRankFailedError:
+            pass  # another rank failed too, and all have heard
+        except PoisonedWindowError as lost:
+            window.poisoned = str(lost)
+            error.add_note(str(lost))
+
+    def _poison(self, error: BaseException) -> None:
+        window = self._window
+        message = (
+            f"an update failed beyond the point of no return, with gradients under way between ranks or an "
+            f"optimizer at work ({type(error).__name__}: {error}). This window can't go on; restart from "
+            f"the last committed update, number {window.counters.updates_attempted}"
+        )
+        window.poisoned = message
+        if self._irrevocable:
+            with suppress(PoisonedWindowError):
+                window.agreement.report_poison()
+        if isinstance(error, Exception) and not isinstance(error, PoisonedWindowError):
+            raise PoisonedWindowError(message) from error
+
+    def _where(self, index: int | None = None) -> str:
+        number = (self._turn if index is None else index) + 1
+        return f"micro-batch {number} of {len(self._held)} on rank {self._window.ranks.rank}"
+
+
+def _micro_batches(batches: Any, plan: BatchPlan | None) -> list[Any]:
+    if isinstance(batches, Tensor | Mapping | str):
+        raise WindowUsageError(
+            f"update takes a list of micro-batches, got one {type(batches).__name__}; cut it with "
+            f"wholebatch.split.split_batch(batch, sizes), or pass [batch]"
+        )
+    held = list(batches)
+    if plan is not None and len(held) > plan.micro_batches_per_window:
+        raise WindowUsageError(
+            f"this update has {len(held)} micro-batches on this rank, more than the plan's "
+            f"{plan.micro_batches_per_window}"
+        )
+    return held

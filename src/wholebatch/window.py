@@ -1,0 +1,254 @@
+"""The window: all micro-batches of one update, run as one exact update. Read this file first.
+
+The loop that it stands for, on one rank and without anything that can go wrong::
+
+    N = sum(objective.count(batch) for batch in batches)        # count first
+    for batch in batches:
+        loss_sum, num_items = objective(model(batch["input_ids"]), batch)
+        (loss_sum / N).backward()                               # divide once
+    clip(); optimizer.step(); scheduler.step(); clear()
+
+What this file adds is what makes that true on many ranks and on bad days. The ranks add N up while
+the first forward runs. Only the last micro-batch lets the engine reduce, and before its backward
+all ranks say that they got there. Whatever the engine divides by is multiplied back in. Then the
+finish, and one of three ends:
+
+* the update **commits**: applied, or skipped as not finite or empty, and counted once;
+* it is **rolled back**: parameters, gradients, buffers, random state and counters are as before,
+  on every rank, and it may be run again;
+* or, past the point of no return (gradients under way between ranks, or an optimizer at work), the
+  window is **poisoned**: every rank ends with an error that says so.
+
+The ranks meet three times an update, in :class:`wholebatch.ranks.agreement.Agreement`: to add up
+what the window holds, before the backward that reduces, and to agree on what came out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from wholebatch.errors import WindowUsageError
+from wholebatch.finish import DeclaredSchedule, Finish
+from wholebatch.objective import Objective, counted_loss, sums_as_given
+from wholebatch.plan import BatchPlan
+from wholebatch.ranks import find_ranks
+from wholebatch.ranks.agreement import Agreement
+from wholebatch.ranks.ddp import Reduce
+from wholebatch.record import Counters, UpdateRecord
+from wholebatch.result import result_size
+from wholebatch.snapshot import OnStaleGradients, Snapshot
+from wholebatch.split import num_samples
+from wholebatch.tally import payload_size
+from wholebatch.update import LossFunction, Update, WindowParts
+
+
+class UpdateWindow:
+    """Runs one exact optimizer update over the micro-batches of a global batch.
+
+    The gradient that the optimizer steps on is that of ``sum_k c_k * L_k / N_k``, with ``L_k`` the
+    summed loss of term k and ``N_k`` its items, both over all micro-batches and replicas.
+
+    Args:
+        model: a module on one rank, or ``DistributedDataParallel`` on several.
+        optimizer: one optimizer or several; each is stepped once an update.
+        objective: which items count, their summed loss and N. By default whatever the loop passes to
+            ``backward`` as ``(loss_sum, num_items)``, with N known only after the forwards.
+        plan: the plan of the global batch; checked against the ranks, and needed by ``batches``.
+        clip_grad_norm: largest Euclidean norm of the whole gradient, or ``None``.
+        scheduler: a learning-rate schedule with its unit, ``per_update(scheduler)``, or several.
+        scaler: a ``GradScaler`` for float16; the window drives it.
+        process_group: the ranks of the job; by default the model's own.
+        reduce: ``"overlapped"``: in the last backward. ``"after_agreement"``: after all ranks have
+            agreed, at the price of the overlap; an update can then be run again until the step.
+        reduction_divisor: what a communication hook of your own divides by.
+        on_nonfinite: ``"skip"`` an update whose gradient is NaN or infinite, or ``"raise"``.
+        on_stale_gradients: ``"raise"``, ``"clear"`` or ``"include"`` gradients found at the start.
+
+    Raises:
+        UnsupportedError: a wrapper, hook or optimizer that can't be run exactly.
+        WindowUsageError: arguments that contradict each other or the ranks.
+
+    Exactness: exact in real arithmetic: the update differs from the big batch's by rounding only,
+    where the loss is a sum over items that does not couple samples (BatchNorm and in-batch negatives
+    do; ``verify_window`` tells).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        objective: Objective | None = None,
+        *,
+        plan: BatchPlan | None = None,
+        clip_grad_norm: float | None = None,
+        scheduler: DeclaredSchedule | Sequence[DeclaredSchedule] | None = None,
+        scaler: GradScaler | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        reduce: Reduce = "overlapped",
+        reduction_divisor: float | None = None,
+        on_nonfinite: Literal["skip", "raise"] = "skip",
+        on_stale_gradients: OnStaleGradients = "raise",
+    ) -> None:
+        if on_nonfinite not in ("skip", "raise"):
+            raise WindowUsageError(f'on_nonfinite={on_nonfinite!r} is neither "skip" nor "raise"')
+        objective = objective if objective is not None else counted_loss(sums_as_given)
+        finish = Finish(
+            optimizers=_several(optimizer),
+            clip_grad_norm=clip_grad_norm,
+            scaler=scaler,
+            schedules=_several(scheduler),
+        )
+        ranks = find_ranks(
+            model, process_group=process_group, reduce=reduce, reduction_divisor=reduction_divisor
+        )
+        ranks.check_parameters(finish.parameters)
+        if plan is not None and plan.replicas != ranks.num_replicas:
+            raise WindowUsageError(
+                f"the plan has {plan.replicas} replicas and {ranks.num_replicas} are running; plan with "
+                f"the ranks that run, or start as many as planned"
+            )
+        terms = len(objective.coefficients)
+        self.samples_dropped = 0
+        self._parts = WindowParts(
+            model=model,
+            objective=objective,
+            plan=plan,
+            finish=finish,
+            ranks=ranks,
+            agreement=Agreement(ranks, max(payload_size(terms), result_size(ranks.num_replicas, terms))),
+            snapshot=Snapshot(model, finish.parameters, on_stale_gradients),
+            on_nonfinite=on_nonfinite,
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose forward the loop calls."""
+        return self._parts.model
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """The plan of the global batch, where there is one."""
+        return self._parts.plan
+
+    @property
+    def counters(self) -> Counters:
+        """What was consumed so far, over all replicas."""
+        return self._parts.counters
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
+        """Draw this rank's micro-batches of one global batch after another from ``loader``.
+
+        A tail with fewer micro-batches is a window of its own, divided by its real N, unless the plan
+        says ``tail="drop"``; dropped samples are counted in ``samples_dropped``. All ranks go on until
+        the last has no more, with empty windows where one ran out before the others.
+
+        Args:
+            loader: yields micro-batches, on the host or the device.
+
+        Yields:
+            Lists of at most ``plan.micro_batches_per_window`` micro-batches, for :meth:`update`.
+
+        Raises:
+            WindowUsageError: the window has no plan.
+        """
+        if self.plan is None:
+            raise WindowUsageError(
+                "window.batches needs to know how many micro-batches make a window; give the window "
+                "plan=wholebatch.plan_batch(...), or pass lists of micro-batches to window.update yourself"
+            )
+        source = iter(loader)
+        while True:
+            try:
+                drawn = list(islice(source, self.plan.micro_batches_per_window))
+                samples = sum(num_samples(batch) for batch in drawn)
+            except BaseException:
+                self._parts.agreement.report_failure()
+                raise
+            held, held_samples = self._parts.agreement.exchange(
+                [float(len(drawn)), float(samples)], doing="drawing micro-batches"
+            ).wait()
+            if held == 0:
+                return
+            if self.plan.tail == "drop" and held_samples < self.plan.global_batch_samples:
+                self.samples_dropped += round(held_samples)
+                continue
+            yield drawn
+
+    def update(self, batches: Iterable[Any], *, sample_ids: Iterable[int] | None = None) -> Update:
+        """One update over ``batches``: enter it, iterate it, call ``backward`` once in each turn.
+
+        Args:
+            batches: this rank's micro-batches of one global batch, as a list.
+            sample_ids: ids of this rank's samples, for the record's digest; by default those under
+                ``"sample_ids"`` in each micro-batch.
+
+        Returns:
+            A context manager that commits on exit and rolls back on an exception.
+        """
+        return Update(self._parts, batches, sample_ids=sample_ids)
+
+    def run(
+        self,
+        batches: Iterable[Any],
+        loss_fn: LossFunction,
+        *,
+        sample_ids: Iterable[int] | None = None,
+        counting_pass: bool = False,
+    ) -> UpdateRecord:
+        """Run one whole update.
+
+        Args:
+            batches: this rank's micro-batches of one global batch, as a list.
+            loss_fn: ``loss_fn(model, batch)`` returns ``(loss_sum, num_items)`` or such by term.
+            sample_ids: as for :meth:`update`.
+            counting_pass: run every forward once without gradients to count the items first, for
+                several terms of which one can't be counted ahead. Random state and buffers are put
+                back before the real forwards.
+
+        Returns:
+            The record of the update.
+        """
+        update = Update(
+            self._parts, batches, sample_ids=sample_ids, count_with=loss_fn if counting_pass else None
+        )
+        with update:
+            for batch in update:
+                update.backward(loss_fn(self.model, batch))
+        return update.record
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and position: ``counters["samples"]`` is where the next update begins."""
+        return {
+            "counters": self.counters.state_dict(),
+            "samples_dropped": self.samples_dropped,
+            "provisional_items": self._parts.provisional_items,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`.
+
+        Raises:
+            WindowUsageError: an update is under way, or the state is not one of a window.
+        """
+        if self._parts.open_update is not None:
+            raise WindowUsageError("an update is under way; load a state between updates")
+        missing = {"counters", "samples_dropped", "provisional_items"} - set(state)
+        if missing:
+            raise WindowUsageError(f"the state of a window has {sorted(missing)}; got {sorted(state)}")
+        self.counters.load_state_dict(state["counters"])
+        self.samples_dropped = state["samples_dropped"]
+        self._parts.provisional_items = state["provisional_items"]
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    """``None``, one thing or several, as a tuple."""
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list | tuple) else (given,)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wholebatch.errors import WholebatchError as WholebatchError
+    from wholebatch.finish import per_update as per_update
     from wholebatch.layout import Layout as Layout
     from wholebatch.losses import next_token_loss as next_token_loss
     from wholebatch.losses import token_loss as token_loss
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from wholebatch.record import UpdateRecord as UpdateRecord
     from wholebatch.verify import verify_window as verify_window
     from wholebatch.window import UpdateWindow as UpdateWindow
-    from wholebatch.window import per_update as per_update
 
 _HOMES = {
     "Layout": "layout",
@@ -31,7 +31,7 @@ _HOMES = {
     "WholebatchError": "errors",
     "counted_loss": "objective",
     "next_token_loss": "losses",
-    "per_update": "window",
+    "per_update": "finish",
     "plan_batch": "plan",
     "token_loss": "losses",
     "verify_window": "verify",

@@ -1,0 +1,247 @@
+"""One split beside the whole batch: errors with their bounds, parameter by parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholebatch.closeness import (
+    ParameterError,
+    clipped_bound,
+    distance,
+    magnitude,
+    rounding_allowance,
+    unit_roundoff,
+    worst_first,
+)
+from wholebatch.diagnosis import factor_of
+from wholebatch.errors import CountMismatchError, JudgeError, UpdateError
+from wholebatch.oracle import OracleUpdate, private_copy, trainable
+from wholebatch.plain import PlainSum, plain_sum
+from wholebatch.trial import Problem, WindowRun, dtype_name, gathered, run_whole, run_window, seeded
+from wholebatch.verification import Rounding, SplitResult
+
+# p - lr * g and its like: a handful of roundings an element, of numbers no larger than p and p'.
+_STEP_ROUNDINGS = 8
+
+
+@dataclass(kw_only=True, slots=True)
+class Tried:
+    """One split after it was run: its result, and what the diagnosis needs of it."""
+
+    sizes: tuple[int, ...]
+    plain: PlainSum
+    result: SplitResult
+    run: WindowRun | None = None
+    count_mismatch: bool = False
+
+
+def try_split(problem: Problem, whole: OracleUpdate, sizes: tuple[int, ...]) -> Tried:
+    """Run the window over one split and compare it with the whole batch.
+
+    Gradients always without clipping, which would hide a constant factor; with clipping asked for, the
+    window and the oracle run once more with it, and clipped gradients are compared too.
+
+    Args:
+        problem: what is judged.
+        whole: the oracle's update, not clipped.
+        sizes: samples of each micro-batch.
+
+    Returns:
+        The worst over all ranks, and this rank's runs.
+
+    Raises:
+        Exception: whatever loss_fn raises on a micro-batch of this split.
+
+    Exactness: errors are measured; bounds are those of :mod:`wholebatch.closeness`.
+    """
+    parts = problem.cut(sizes)
+    plain = plain_sum(problem, parts)
+    tried = Tried(
+        sizes=sizes, plain=plain, result=SplitResult(micro_batch_samples=sizes, equal=False, worst=None)
+    )
+    try:
+        tried.run = run_window(problem, parts, plain.num_items)
+        errors = list(_compare(problem, whole, plain, tried.run, parts))
+    except (UpdateError, JudgeError) as refusal:
+        tried.count_mismatch = isinstance(refusal, CountMismatchError)
+        tried.result = replace(tried.result, refused=str(refusal))
+    else:
+        bound = problem.margin(len(sizes)) * plain.scale
+        equal = all(error.within for error in errors)
+        tried.result = replace(
+            tried.result,
+            equal=equal,
+            worst=worst_first(errors)[0],
+            factor=None if equal else factor_of(tried.run.gradients, whole.gradients, bound),
+        )
+    # Every rank measured its own copy; the worst of them speaks for all.
+    tried.result = min(
+        gathered(tried.result), key=lambda one: (one.equal, one.refused is None, -ratio_of(one))
+    )
+    tried.count_mismatch = any(gathered(tried.count_mismatch))
+    return tried
+
+
+def ratio_of(result: SplitResult) -> float:
+    """The worst error of a split in units of its bound; infinite where the window refused."""
+    return math.inf if result.worst is None else result.worst.ratio
+
+
+def _compare(
+    problem: Problem, whole: OracleUpdate, plain: PlainSum, run: WindowRun, parts: Sequence[Any]
+) -> Iterator[ParameterError]:
+    bound = problem.margin(len(parts)) * plain.scale
+    yield from _gradient_errors(run, whole, bound, quantity="gradient")
+    if problem.clip_grad_norm is not None:
+        norm = whole.gradient_norm
+        bound = clipped_bound(
+            bound,
+            norm=norm,
+            max_norm=problem.clip_grad_norm,
+            elements=sum(gradient.numel() for gradient in whole.gradients.values()),
+            largest=max(magnitude(whole.gradients).values()),
+        )
+        whole = run_whole(problem, clipped=True)
+        run = run_window(problem, parts, plain.num_items, clipped=True)
+        yield from _gradient_errors(run, whole, bound, quantity="clipped gradient")
+    yield from _parameter_errors(problem, whole, run, bound)
+
+
+def _gradient_errors(
+    run: WindowRun, whole: OracleUpdate, bound: float, *, quantity: str
+) -> Iterator[ParameterError]:
+    for name, error in distance(run.gradients, whole.gradients).items():
+        yield ParameterError(parameter=name, quantity=quantity, error=error, bound=bound)
+
+
+def _parameter_errors(
+    problem: Problem, whole: OracleUpdate, run: WindowRun, bound: float
+) -> Iterator[ParameterError]:
+    """Carry the gradient's bound through the optimizer by running it at both ends.
+
+    An optimizer that moves each element monotonically with its own gradient (SGD, Adam, RMSprop, Lion)
+    takes all gradients within ``g - bound .. g + bound`` to between the two ends. Where Adam's first
+    update divides a gradient below the bound by its own size, that is about 2 lr.
+    """
+    ends = [_stepped(problem, whole.gradients, shift) for shift in (-bound, bound)]
+    before = {name: parameter.detach() for name, parameter in trainable(problem.model).items()}
+    for name, after in whole.parameters.items():
+        reach = torch.maximum(*((end[name] - after).abs() for end in ends))
+        size = torch.maximum(after.abs(), before[name].to(after.dtype).abs())
+        allowed = reach + _STEP_ROUNDINGS * unit_roundoff(after.dtype) * size
+        yield _worst_element(name, (run.parameters[name] - after).abs(), allowed)
+
+
+def _stepped(problem: Problem, gradients: Mapping[str, Tensor], shift: float) -> dict[str, Tensor]:
+    """Parameters after the optimizer's step with every element of the gradient shifted."""
+    with seeded(problem.seed):
+        parameters = trainable(private_copy(problem.model, problem.dtype))
+        optimizer = problem.make_optimizer(list(parameters.values()))
+        for name, gradient in gradients.items():
+            parameters[name].grad = (gradient + shift).to(parameters[name].dtype)
+        optimizer.step()
+        return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def _worst_element(name: str, errors: Tensor, allowed: Tensor) -> ParameterError:
+    if not errors.numel():
+        return ParameterError(parameter=name, quantity="parameter", error=0.0, bound=0.0)
+    ratios = torch.where(errors == 0, 0.0, errors / allowed).nan_to_num(nan=math.inf)
+    worst = int(ratios.argmax())
+    return ParameterError(
+        parameter=name,
+        quantity="parameter",
+        error=float(errors.flatten()[worst]),
+        bound=float(allowed.flatten()[worst]),
+    )
+
+
+def judge_rounding(problem: Problem, truth: OracleUpdate, tried: Tried) -> Rounding:
+    """The second verdict: the window in the model's own dtype, from the float64 truth.
+
+    ``d_window <= 2 d + (sqrt(A) u_acc + u) * scale`` by parameter, where d is the whole batch's own
+    distance from the truth. Where this fails, the micro-batches are added up in float64 and d is the
+    larger of both distances: what remains is lost by accumulating.
+
+    Args:
+        problem: with ``dtype=None``.
+        truth: the oracle's update in float64.
+        tried: the split to run, and its scale.
+
+    Returns:
+        The worst parameter, and whether adding up in float64 cures it.
+
+    Raises:
+        JudgeError: the working dtype gives no finite loss.
+        WholebatchError: the window refuses the loss in this dtype.
+
+    Exactness: errors are measured against float64.
+    """
+    parts = problem.cut(tried.sizes)
+    whole = distance(run_whole(problem).gradients, truth.gradients)
+    window = distance(run_window(problem, parts, tried.plain.num_items).gradients, truth.gradients)
+    worst = worst_first(_rounding_errors(problem, window, whole, tried))[0]
+    cured: bool | None = None
+    if not worst.within:
+        plain = distance(plain_sum(problem, parts).gradients, truth.gradients)
+        free_of_sum = {name: max(error, plain.get(name, 0.0)) for name, error in whole.items()}
+        worst = worst_first(_rounding_errors(problem, window, free_of_sum, tried))[0]
+        cured = None if worst.within else plain[worst.parameter] <= worst.bound
+    return Rounding(
+        dtype=dtype_name(_dtype_of(problem, worst.parameter)),
+        within=worst.within,
+        worst=worst,
+        whole_error=whole[worst.parameter],
+        micro_batch_samples=tried.sizes,
+        cured_when_wide=cured,
+    )
+
+
+def _rounding_errors(
+    problem: Problem, window: Mapping[str, float], free_of_sum: Mapping[str, float], tried: Tried
+) -> Iterator[ParameterError]:
+    for name, error in window.items():
+        allowed = rounding_allowance(
+            free_of_sum.get(name, 0.0),
+            num_micro_batches=len(tried.sizes),
+            dtype=_dtype_of(problem, name),
+            scale=tried.plain.scale,
+        )
+        yield ParameterError(parameter=name, quantity="gradient", error=error, bound=allowed)
+
+
+def _dtype_of(problem: Problem, name: str) -> torch.dtype:
+    return problem.model.get_parameter(name).dtype
+
+
+def equal_when_replayed(problem: Problem, tried: Tried) -> bool:
+    """Whether the window equals the plain sum of its micro-batches under the same random states.
+
+    Args:
+        problem: what is judged.
+        tried: the split with its window run, which kept its random states.
+
+    Returns:
+        True if randomness is all that the window and the plain sum could differ by.
+
+    Exactness: compared within float64's bound.
+    """
+    if any(gathered(tried.run is None)):
+        return False
+    assert tried.run is not None
+    by_rank = gathered(tried.run.states)
+    ranks = len(by_rank)
+    parts = problem.cut(tried.sizes)
+    if sum(map(len, by_rank)) != len(parts):
+        return False
+    states = [by_rank[index % ranks][index // ranks] for index in range(len(parts))]
+    plain = plain_sum(problem, parts, states=states)
+    bound = problem.margin(len(parts)) * plain.scale
+    near = all(error <= bound for error in distance(tried.run.gradients, plain.gradients).values())
+    return all(gathered(near))

@@ -1,0 +1,389 @@
+"""Why a split differs from the whole batch, found by experiment.
+
+No names of layers or functions are looked up. Each experiment changes one thing and asks whether the
+difference goes away, or asks the user's loss_fn for numbers that have to add up:
+
+==================  ==========================================================================
+cause               experiment
+==================  ==========================================================================
+dropout             the same batch under two random states gives two losses
+buffers             equal once the buffers are put back before each micro-batch
+batch_norm          equal once the modules whose buffers move are in eval mode
+mean_for_sum        the loss is a weighted mean of its parts' losses, not their sum
+sum_for_mean        the losses add up, the number of items is 1 whatever the batch
+wrong_count         the losses add up, the numbers of items do not
+coupled_samples     the loss is neither the sum nor a mean of its parts'
+low_precision       equal once the micro-batches' gradients are added up in float64
+unknown             none of these; what was ruled out is listed
+==================  ==========================================================================
+
+The first five concern what the user hands to the window, so they are found with the plain sum of the
+micro-batches alone. Where the plain sum equals the whole and the window does not, the window is at fault.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from wholebatch.closeness import distance
+from wholebatch.oracle import OracleUpdate, private_copy
+from wholebatch.plain import PlainSum, plain_sum
+from wholebatch.trial import Problem, run_whole, terms_of
+
+ADVICE: Mapping[str, str] = {
+    "dropout": (
+        "The forward draws random numbers, so the whole batch and its split see different noise; the "
+        "update is right for the noise that was drawn. Compare with the model in eval mode, or with "
+        "dropout 0, to see the rest judged."
+    ),
+    "batch_norm": (
+        "Modules normalise by statistics of the samples they see together ({modules}): micro-batches "
+        "have other statistics than the whole batch. Use GroupNorm or LayerNorm, keep these modules "
+        "in eval mode, or take the micro-batch for what it is: another model."
+    ),
+    "buffers": (
+        "Buffers move with every forward and the output depends on them ({modules}): A micro-batches "
+        "move them A times, the whole batch once. Let them move once an update, or put those modules "
+        "in eval mode during training."
+    ),
+    "coupled_samples": (
+        "The loss of the whole batch is not made of the losses of its parts: samples are compared with "
+        "each other (in-batch negatives, batch statistics, a normalisation over the batch). Splitting "
+        "changes what is computed; this update can't be accumulated as it is."
+    ),
+    "mean_for_sum": (
+        "loss_fn returned a mean where the window wants a sum; it divides once, by the items of the "
+        "whole global batch. Return (loss_sum, num_items), for instance with reduction='sum'."
+    ),
+    "sum_for_mean": (
+        "loss_fn returned a summed loss with num_items=1 for every batch, as if it were a mean. Return "
+        "the number of items that were summed: then the window divides by all of them, once."
+    ),
+    "wrong_count": (
+        "The losses add up over micro-batches, the numbers of items do not ({counts}). Count exactly "
+        "the items that were summed: no padding, no first labels that are never targets, nothing that "
+        "depends on how the batch was cut."
+    ),
+    "low_precision": (
+        "In {dtype} the gradients lose what the sum in float64 keeps: they are added up in a dtype with "
+        "too few digits. Keep parameters (and so their gradients) in float32 and compute under autocast, "
+        "or use fewer, larger micro-batches."
+    ),
+    "unknown": "None of the known causes explains the difference; see what was ruled out.",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """What the experiments found.
+
+    Attributes:
+        cause: one of the table above.
+        advice: what to change, in plain words.
+        also: further causes seen that would remain, or that had to be taken out first.
+        equal_when_replayed: with randomness: whether the window equals the plain sum of the same
+            micro-batches under the same random states; ``None`` where that was not the question.
+        ruled_out: what was tried and did not explain the difference.
+    """
+
+    cause: str
+    advice: str
+    also: tuple[str, ...] = ()
+    equal_when_replayed: bool | None = None
+    ruled_out: tuple[str, ...] = ()
+
+
+def is_random(problem: Problem, *, model: nn.Module | None = None) -> bool:
+    """Whether the whole batch's loss or items depend on the random state.
+
+    Args:
+        problem: what is judged.
+        model: another model than the problem's, for an experiment.
+
+    Returns:
+        True if two seeds give values that rounding does not explain.
+    """
+    seeds = (problem.seed, problem.seed + 7919)
+    one, other = (terms_of(problem, problem.whole, model=model, seed=seed) for seed in seeds)
+    margin = problem.margin(1)
+    return any(not _same(a, b, margin, abs(a)) for k in one for a, b in zip(one[k], other[k], strict=True))
+
+
+def factor_of(split: Mapping[str, Tensor], whole: Mapping[str, Tensor], tolerance: float) -> float | None:
+    """The one number by which the split is too large, where there is one.
+
+    Least squares over all elements: ``a = <split, whole> / <whole, whole>``, given only where
+    ``max|split - a * whole|`` is at most ``max(1, |a|) * tolerance``.
+
+    Args:
+        split: gradients by name.
+        whole: gradients by name.
+        tolerance: what rounding explains.
+
+    Returns:
+        ``a``, or ``None`` where the two are not proportional or the whole is zero.
+
+    Exactness: rounding of two sums in float64.
+    """
+    dot = sum(
+        float((split[name].double() * g.double()).sum()) for name, g in whole.items() if name in split
+    )
+    square = sum(float(g.double().square().sum()) for g in whole.values())
+    if not (square > 0.0 and math.isfinite(dot) and math.isfinite(square)):
+        return None
+    factor = dot / square
+    left = distance(split, {name: factor * gradient for name, gradient in whole.items()})
+    return factor if max(left.values()) <= max(1.0, abs(factor)) * tolerance else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Case:
+    """One split that differs, with an experiment's changes to it."""
+
+    problem: Problem
+    sizes: Sequence[int]
+    parts: Sequence[Any]
+    model: nn.Module
+
+    def whole(self) -> OracleUpdate:
+        return run_whole(self.problem, model=self.model)
+
+    def plain(self, *, restore_buffers: bool = False) -> PlainSum:
+        return plain_sum(self.problem, self.parts, model=self.model, restore_buffers=restore_buffers)
+
+    def agrees(self, plain: PlainSum, whole: OracleUpdate) -> bool:
+        bound = self.problem.margin(len(self.parts)) * plain.scale
+        return all(error <= bound for error in distance(plain.gradients, whole.gradients).values())
+
+
+def diagnose(
+    problem: Problem,
+    sizes: Sequence[int],
+    *,
+    random: bool,
+    refused: str | None,
+    replayed: Callable[[], bool],
+) -> Diagnosis:
+    """Find why one split differs from the whole batch.
+
+    Args:
+        problem: what is judged.
+        sizes: the micro-batches of the split, in samples.
+        random: what :func:`is_random` said.
+        refused: the message of a window that refused because counts did not match, or ``None``.
+        replayed: tells whether the window equals the plain sum under its own random states.
+
+    Returns:
+        The cause, what to do, and what was ruled out.
+    """
+    parts = problem.cut(sizes)
+    if random:
+        return _diagnose_random(problem, sizes, parts, replayed)
+    case = _Case(problem=problem, sizes=sizes, parts=parts, model=problem.model)
+    return _diagnose_determined(case, refused)
+
+
+def _diagnose_random(
+    problem: Problem, sizes: Sequence[int], parts: Sequence[Any], replayed: Callable[[], bool]
+) -> Diagnosis:
+    """Dropout, unless something else is wrong too once eval mode silences it."""
+    found = Diagnosis(cause="dropout", advice=ADVICE["dropout"], equal_when_replayed=replayed())
+    silent = private_copy(problem.model, None).eval()
+    if is_random(problem, model=silent):
+        return replace(found, ruled_out=("randomness that eval mode switches off",))
+    case = _Case(problem=problem, sizes=sizes, parts=parts, model=silent)
+    if not case.agrees(case.plain(), case.whole()):
+        other = _diagnose_determined(case, None)
+        return replace(other, also=("dropout", *other.also), equal_when_replayed=found.equal_when_replayed)
+    # Eval mode silences batch statistics too: bring those modules back alone and look again.
+    moved = plain_sum(problem, parts).moved_buffers
+    case = replace(case, model=_in_mode(silent, moved, training=True))
+    if moved and not is_random(problem, model=case.model) and not case.agrees(case.plain(), case.whole()):
+        return replace(found, also=(_diagnose_determined(case, None).cause,))
+    return replace(found, ruled_out=("a difference that remains in eval mode",))
+
+
+def _diagnose_determined(case: _Case, refused: str | None) -> Diagnosis:
+    """A forward without randomness: buffers first, then sums and counts."""
+    whole, plain = case.whole(), case.plain()
+    if case.agrees(plain, whole):
+        return _window_at_fault(refused)
+    if not plain.moved_buffers:
+        return _sums_and_counts(case, whole, plain, ruled_out=("randomness", "buffers that move"))
+    owners = ", ".join(sorted({name.rpartition(".")[0] or "the model" for name in plain.moved_buffers}))
+    if case.agrees(case.plain(restore_buffers=True), whole):
+        return Diagnosis(
+            cause="buffers", advice=ADVICE["buffers"].format(modules=owners), ruled_out=("randomness",)
+        )
+    quiet = replace(case, model=_in_mode(case.model, plain.moved_buffers, training=False))
+    quiet_whole, quiet_plain = quiet.whole(), quiet.plain()
+    if quiet.agrees(quiet_plain, quiet_whole):
+        advice = ADVICE["batch_norm"].format(modules=owners)
+        return Diagnosis(cause="batch_norm", advice=advice, ruled_out=("randomness", "buffers alone"))
+    ruled_out = ("randomness", "buffers that move, as the only cause")
+    found = _sums_and_counts(quiet, quiet_whole, quiet_plain, ruled_out=ruled_out)
+    loud = _sums_and_counts(case, whole, plain, ruled_out=ruled_out)
+    return found if loud.cause == found.cause else replace(found, also=("batch_norm",))
+
+
+def _window_at_fault(refused: str | None) -> Diagnosis:
+    if refused is not None:
+        counts = f"the window refused: {refused}"
+        return Diagnosis(cause="wrong_count", advice=ADVICE["wrong_count"].format(counts=counts))
+    return Diagnosis(
+        cause="unknown",
+        advice=(
+            "The plain sum of the same micro-batches equals the whole batch, so loss_fn and the model are "
+            "right and the window is at fault. Please report it with this output."
+        ),
+        ruled_out=("randomness", "buffers that move", "sums and counts of loss_fn"),
+    )
+
+
+def _in_mode(model: nn.Module, buffers: Sequence[str], *, training: bool) -> nn.Module:
+    """A copy of the model with the owners of these buffers in training or eval mode."""
+    copied = private_copy(model, None)
+    for name in buffers:
+        copied.get_submodule(name.rpartition(".")[0]).training = training
+    return copied
+
+
+def _sums_and_counts(
+    case: _Case, whole: OracleUpdate, plain: PlainSum, *, ruled_out: tuple[str, ...]
+) -> Diagnosis:
+    """Ask of each term whether its losses and its numbers of items add up over the micro-batches."""
+    margin = case.problem.margin(len(case.parts))
+    for term, loss in whole.loss_sums.items():
+        items = whole.num_items[term]
+        losses = [sums.get(term, 0.0) for sums in plain.loss_sums]
+        counts = [counted.get(term, 0.0) for counted in plain.num_items]
+        losses_add_up = _same(loss, math.fsum(losses), margin, math.fsum(map(abs, losses)))
+        counts_add_up = _same(items, math.fsum(counts), margin, math.fsum(map(abs, counts)))
+        if losses_add_up and counts_add_up:
+            continue
+        if losses_add_up:
+            return replace(_count_diagnosis(term, items, counts), ruled_out=(*ruled_out, "coupled samples"))
+        weighted = math.fsum(n * value for n, value in zip(counts, losses, strict=True))
+        by_items = _same(items * loss, weighted, margin, abs(items * loss))
+        if (counts_add_up and by_items) or _is_weighted_mean(case, term):
+            return Diagnosis(cause="mean_for_sum", advice=ADVICE["mean_for_sum"], ruled_out=ruled_out)
+        advice = _penalty_advice(case, term) or ADVICE["coupled_samples"]
+        return Diagnosis(
+            cause="coupled_samples", advice=advice, ruled_out=(*ruled_out, "a mean taken for a sum")
+        )
+    return Diagnosis(
+        cause="unknown",
+        advice="Losses and numbers of items add up over the micro-batches, but their gradients do not.",
+        ruled_out=(*ruled_out, "sums and counts of loss_fn"),
+    )
+
+
+def _count_diagnosis(term: str, items: float, counts: Sequence[float]) -> Diagnosis:
+    if items == 1.0 and all(count == 1.0 for count in counts):
+        return Diagnosis(cause="sum_for_mean", advice=ADVICE["sum_for_mean"])
+    parts = " + ".join(f"{count:g}" for count in counts)
+    text = f"term {term!r}: {items:g} in the whole batch, {parts} = {math.fsum(counts):g} in its parts"
+    return Diagnosis(cause="wrong_count", advice=ADVICE["wrong_count"].format(counts=text))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Thirds:
+    """One term's loss on three consecutive groups of samples and on their unions."""
+
+    a: float
+    b: float
+    c: float
+    ab: float
+    bc: float
+    abc: float
+
+
+def _thirds(case: _Case, term: str) -> _Thirds | None:
+    samples = sum(case.sizes)
+    if samples < 3:
+        return None
+    a, b = samples // 3, (samples + 1) // 3
+    c = samples - a - b
+    cuts = {"a_bc": case.problem.cut([a, b + c]), "ab_c": case.problem.cut([a + b, c])}
+    middle = case.problem.cut([a, b, c])[1]
+    batches = {
+        "a": cuts["a_bc"][0],
+        "b": middle,
+        "c": cuts["ab_c"][1],
+        "ab": cuts["ab_c"][0],
+        "bc": cuts["a_bc"][1],
+    }
+    batches["abc"] = case.problem.whole
+    found = {name: terms_of(case.problem, batch, model=case.model) for name, batch in batches.items()}
+    if not all(term in terms for terms in found.values()):
+        return None
+    return _Thirds(**{name: terms[term][0] for name, terms in found.items()})
+
+
+def _is_weighted_mean(case: _Case, term: str) -> bool:
+    """Whether the loss is a mean over something, whatever it is a mean over.
+
+    For a mean with weights w of the groups, ``S(ab) = (w_a S(a) + w_b S(b)) / (w_a + w_b)`` gives
+    ``w_b / w_a``, and ``S(bc)`` gives ``w_c / w_b``. Both must be positive, and together they say
+    what ``S(abc)`` has to be; that is compared.
+    """
+    thirds = _thirds(case, term)
+    if thirds is None:
+        return False
+    margin = case.problem.margin(len(case.parts))
+    expected = _mean_of_all(thirds)
+    if expected is None:
+        return False
+    # How far rounding of each of the five inputs carries into the prediction.
+    reach = margin * abs(thirds.abc)
+    for name in ("a", "b", "c", "ab", "bc"):
+        value = getattr(thirds, name)
+        moved = _mean_of_all(replace(thirds, **{name: value + margin * abs(value)}))
+        reach += math.inf if moved is None else abs(moved - expected)
+    spread = max(thirds.a, thirds.b, thirds.c) - min(thirds.a, thirds.b, thirds.c)
+    return abs(expected - thirds.abc) <= reach < spread
+
+
+def _mean_of_all(thirds: _Thirds) -> float | None:
+    """What ``S(abc)`` has to be if S is a weighted mean; ``None`` if it can't be one."""
+    if thirds.b == thirds.ab or thirds.c == thirds.bc:
+        return None
+    b_to_a = (thirds.ab - thirds.a) / (thirds.b - thirds.ab)
+    c_to_b = (thirds.bc - thirds.b) / (thirds.c - thirds.bc)
+    if b_to_a <= 0.0 or c_to_b <= 0.0:
+        return None
+    weights = (1.0, b_to_a, b_to_a * c_to_b)
+    return (thirds.a + weights[1] * thirds.b + weights[2] * thirds.c) / math.fsum(weights)
+
+
+def _penalty_advice(case: _Case, term: str) -> str | None:
+    """Advice for a loss that adds the same amount once per call, such as a penalty on weights."""
+    thirds = _thirds(case, term)
+    if thirds is None:
+        return None
+    amounts = (
+        thirds.a + thirds.b - thirds.ab,
+        thirds.b + thirds.c - thirds.bc,
+        (thirds.a + thirds.b + thirds.c - thirds.abc) / 2.0,
+    )
+    size = sum(map(abs, (thirds.a, thirds.b, thirds.c, thirds.ab, thirds.bc, thirds.abc)))
+    if max(amounts) - min(amounts) > case.problem.margin(len(case.parts)) * size:
+        return None
+    return (
+        f"Every call of loss_fn adds the same {amounts[0]:.6g} to term {term!r}, whatever its samples (a "
+        f"penalty on weights?), so A micro-batches add it A times. Return it as a term of its own, "
+        f"multiplied by the number of samples and with num_items the number of samples."
+    )
+
+
+def _same(one: float, other: float, margin: float, size: float) -> bool:
+    """Equal up to rounding of sums of this absolute size; whole numbers have to be equal."""
+    allowed = margin * size
+    if one.is_integer() and other.is_integer():
+        allowed = min(allowed, 0.5)
+    return abs(one - other) <= allowed

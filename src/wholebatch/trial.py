@@ -1,0 +1,389 @@
+"""The runs that a verdict rests on: the whole batch, the plain sum of its parts, the real window.
+
+Every run is made on a private copy of the model and puts random state back. Three ways to the same
+gradient, each independent of the next: the oracle (one forward), the plain sum (the micro-batches
+one by one, added up in float64, divided at the end), and the window under test.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from wholebatch.closeness import (
+    NarrowingWatch,
+    equality_margin,
+    largest_tensor_elements,
+    narrower_of,
+    reduction_terms,
+)
+from wholebatch.errors import JudgeError
+from wholebatch.gradients import copy_gradients
+from wholebatch.oracle import (
+    LossFunction,
+    MakeOptimizer,
+    OracleUpdate,
+    batch_in,
+    big_batch_update,
+    gradients_by_name,
+    loss_terms,
+    private_copy,
+    random_state_kept,
+    trainable,
+)
+from wholebatch.record import UpdateRecord
+from wholebatch.replay import BufferKeeper, RandomState
+from wholebatch.split import num_samples
+from wholebatch.window import UpdateWindow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What is to be judged, and how to cut it.
+
+    Attributes:
+        model: never run itself; copies are.
+        loss_fn: ``loss_fn(model, batch) -> (loss_sum, num_items)`` or a dict of those.
+        whole: the whole batch, as ``loss_fn`` takes it.
+        cut: sizes in samples to micro-batches.
+        make_optimizer: from the list of trainable parameters.
+        clip_grad_norm: or ``None``.
+        coefficients: ``c_k`` by term, or ``None`` for 1.
+        objective: counts items ahead, or ``None``.
+        seed: where random state starts in each run.
+        dtype: what the runs compute in: float64, or ``None`` for the model as it is.
+        judged_in: the narrowest dtype that the forward goes through.
+    """
+
+    model: nn.Module
+    loss_fn: LossFunction
+    whole: Any
+    cut: Callable[[Sequence[int]], list[Any]]
+    make_optimizer: MakeOptimizer
+    clip_grad_norm: float | None = None
+    coefficients: Mapping[str, float] | None = None
+    objective: Any = None
+    seed: int = 0
+    dtype: torch.dtype | None = torch.float64
+    judged_in: torch.dtype = torch.float64
+
+    def margin(self, num_micro_batches: int) -> float:
+        """Relative difference that rounding explains, to be multiplied by the scale."""
+        matrices = sum(parameter.dim() >= 2 for parameter in self.model.parameters())
+        terms = reduction_terms(self.model, largest_tensor_elements(self.whole))
+        return equality_margin(terms, self.judged_in, num_roundings=2 * matrices + num_micro_batches)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowRun:
+    """What the real window came to.
+
+    Attributes:
+        gradients: what the optimizer was given, by parameter name.
+        parameters: after the update, by name.
+        states: the random state before each micro-batch of this rank.
+        record: the window's own record.
+    """
+
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    states: list[RandomState]
+    record: UpdateRecord
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Start every global generator from ``seed``, and put all random state back at the end."""
+    with random_state_kept():
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def caller_untouched(model: nn.Module) -> Iterator[None]:
+    """Put parameters, gradients, buffers and modes of ``model`` and all random state back at the end.
+
+    Copies are what is run; this is for a ``loss_fn`` that reaches the caller's model by another way.
+
+    Args:
+        model: the caller's model.
+
+    Exactness: bit for bit.
+    """
+    if not isinstance(model, nn.Module):
+        raise JudgeError(f"model is a {type(model).__name__}, not a torch.nn.Module; nothing can be judged")
+    values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    owned = [(parameter, parameter.grad) for parameter in model.parameters()]
+    gradients = copy_gradients(model.parameters())
+    asked = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = BufferKeeper(model)
+    buffers.keep()
+    with random_state_kept():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in values:
+                    if not _same_bits(parameter, value):
+                        parameter.copy_(value)
+                for (parameter, gradient), (_, value_of) in zip(owned, gradients, strict=True):
+                    if gradient is not None and value_of is not None:
+                        gradient.copy_(value_of)
+                    parameter.grad = gradient
+            for parameter, wanted in asked:
+                parameter.requires_grad_(wanted)
+            for module, training in modes:
+                module.training = training
+            buffers.put_back()
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def run_whole(problem: Problem, *, model: nn.Module | None = None, clipped: bool = False) -> OracleUpdate:
+    """The oracle's update, from the problem's seed.
+
+    Args:
+        problem: what is judged.
+        model: another model than the problem's, for an experiment.
+        clipped: clip as the problem says; else not at all.
+
+    Returns:
+        The update of the whole batch.
+
+    Raises:
+        JudgeError: as :func:`wholebatch.oracle.big_batch_update`.
+
+    Exactness: the definition.
+    """
+    with seeded(problem.seed):
+        return big_batch_update(
+            problem.model if model is None else model,
+            problem.loss_fn,
+            problem.whole,
+            make_optimizer=problem.make_optimizer,
+            clip_grad_norm=problem.clip_grad_norm if clipped else None,
+            coefficients=problem.coefficients,
+            dtype=problem.dtype,
+        )
+
+
+def terms_of(
+    problem: Problem, batch: Any, *, model: nn.Module | None = None, seed: int | None = None
+) -> dict[str, tuple[float, float]]:
+    """``(L_k, N_k)`` of a batch by term, from one forward without gradients.
+
+    Args:
+        problem: what is judged.
+        batch: the whole batch or a part of it.
+        model: another model than the problem's, for an experiment.
+        seed: another seed than the problem's.
+
+    Returns:
+        Summed loss and items by term.
+
+    Exactness: rounding of one forward in the problem's dtype.
+    """
+    with seeded(problem.seed if seed is None else seed), torch.no_grad():
+        copied = private_copy(problem.model if model is None else model, problem.dtype)
+        terms = loss_terms(problem.loss_fn, copied, batch_in(batch, problem.dtype))
+        return {name: (float(loss_sum.detach()), items) for name, (loss_sum, items) in terms.items()}
+
+
+def in_widest_dtype(problem: Problem) -> tuple[Problem, list[str]]:
+    """The problem in float64 where it runs there, with the dtype that it is to be judged in.
+
+    Args:
+        problem: as the user gave it.
+
+    Returns:
+        The problem with ``dtype`` and ``judged_in`` set, and notes for the report.
+
+    Raises:
+        JudgeError: loss_fn fails on the whole batch in the model's own dtype too.
+
+    Exactness: no arithmetic on the user's tensors; copies are run.
+    """
+    try:
+        narrowest = narrowest_dtype(problem)
+    except Exception as wide_error:
+        return _in_own_dtype(problem, wide_error)
+    if narrowest == torch.float64:
+        return problem, []
+    name = dtype_name(narrowest)
+    note = f"the float64 model computes in {name} inside, so it is judged by {name}"
+    return replace(problem, judged_in=narrowest), [note]
+
+
+def _in_own_dtype(problem: Problem, wide_error: Exception) -> tuple[Problem, list[str]]:
+    own = replace(problem, dtype=None)
+    try:
+        terms_of(own, own.whole)
+    except JudgeError:
+        raise
+    except Exception as error:
+        raise JudgeError(
+            f"loss_fn failed on the whole batch with {type(error).__name__}: {error}"
+        ) from error
+    if isinstance(wide_error, JudgeError):
+        raise wide_error
+    dtype = working_dtype(problem.model)
+    reason = f"{type(wide_error).__name__}: {wide_error}"
+    note = f"could not run in float64 ({reason}); judged in {dtype_name(dtype)}"
+    return replace(own, judged_in=dtype), [note]
+
+
+def working_dtype(model: nn.Module) -> torch.dtype:
+    """The narrowest dtype among the trainable floating parameters."""
+    dtypes = [p.dtype for p in trainable(model).values() if p.is_floating_point()]
+    return functools.reduce(narrower_of, dtypes, torch.float64)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def narrowest_dtype(problem: Problem) -> torch.dtype:
+    """The narrowest float dtype that a float64 forward of the whole batch goes through."""
+    with seeded(problem.seed), torch.enable_grad():
+        copied = private_copy(problem.model, torch.float64)
+        batch = batch_in(problem.whole, torch.float64)
+        with NarrowingWatch() as watch:
+            terms = loss_terms(problem.loss_fn, copied, batch)
+    narrowest = watch.narrowest
+    for loss_sum, _ in terms.values():
+        narrowest = narrower_of(loss_sum.dtype, narrowest)
+    return narrowest
+
+
+def run_window(
+    problem: Problem,
+    parts: Sequence[Any],
+    num_items: Sequence[Mapping[str, float]],
+    *,
+    clipped: bool = False,
+) -> WindowRun:
+    """One update by the real :class:`UpdateWindow` over ``parts``, on a copy of the model.
+
+    In a process group of more than one rank the copy is wrapped in DistributedDataParallel and rank r
+    runs micro-batches r, r + D, r + 2D, ...
+
+    Args:
+        problem: what is judged.
+        parts: all micro-batches of the global batch, the same list on every rank.
+        num_items: N of each of them by term, for a window over several terms without an objective.
+        clipped: clip as the problem says; else not at all.
+
+    Returns:
+        Gradients as the optimizer got them, parameters after its step, and the record.
+
+    Raises:
+        JudgeError: the window skipped the update.
+        UpdateError: the window refused it.
+
+    Exactness: this is what is measured.
+    """
+    rank, ranks = group_rank_and_size()
+    # Another seed than the oracle's: randomness must not agree with it by chance.
+    with seeded(problem.seed + 1 + rank), torch.enable_grad():
+        copied = private_copy(problem.model, problem.dtype)
+        parameters = trainable(copied)
+        optimizer = problem.make_optimizer(list(parameters.values()))
+        given: dict[str, Tensor] = {}
+        hook = optimizer.register_step_pre_hook(
+            lambda *_: given.update(_handed_over(optimizer, parameters))
+        )
+        states: list[RandomState] = []
+        mine = [batch_in(part, problem.dtype) for part in parts[rank::ranks]]
+        window = UpdateWindow(
+            DistributedDataParallel(copied) if ranks > 1 else copied,
+            optimizer,
+            _window_objective(problem, mine, num_items[rank::ranks]),
+            clip_grad_norm=problem.clip_grad_norm if clipped else None,
+        )
+        record = window.run(mine, _recording(problem.loss_fn, states))
+        hook.remove()
+    if record.outcome != "applied":
+        raise JudgeError(f"the window did not apply the update ({record.outcome}): {record.reason}")
+    after = {name: parameter.detach() for name, parameter in parameters.items()}
+    return WindowRun(gradients=given, parameters=after, states=states, record=record)
+
+
+def group_rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks; ``(0, 1)`` outside a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def gathered(value: Any) -> list[Any]:
+    """``value`` of every rank, in order of rank."""
+    _, ranks = group_rank_and_size()
+    if ranks == 1:
+        return [value]
+    values: list[Any] = [None] * ranks
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _recording(loss_fn: LossFunction, states: list[RandomState]) -> LossFunction:
+    def recorded(model: nn.Module, batch: Any) -> Any:
+        states.append(RandomState.capture())
+        return loss_fn(model, batch)
+
+    return recorded
+
+
+def _handed_over(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The gradients that the step will use; a fused optimizer divides by its ``grad_scale`` first."""
+    gradients = gradients_by_name(parameters)
+    grad_scale = getattr(optimizer, "grad_scale", None)
+    if grad_scale is None:
+        return gradients
+    return {name: gradient / grad_scale.to(gradient.device) for name, gradient in gradients.items()}
+
+
+def _window_objective(
+    problem: Problem, mine: Sequence[Any], num_items: Sequence[Mapping[str, float]]
+) -> Any:
+    """The user's objective; none for one plain term; else the terms as they were counted ahead."""
+    if problem.objective is not None:
+        return problem.objective
+    names = {name for counted in num_items for name in counted}
+    given = problem.coefficients or {}
+    if names <= {"loss"} and given.get("loss", 1.0) == 1.0:
+        return None
+    items = {id(batch): counted for batch, counted in zip(mine, num_items, strict=True)}
+    return _Counted(coefficients={name: given.get(name, 1.0) for name in names}, items=items)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Counted:
+    """The problem's terms with their items, counted by a pass ahead, as an objective for the window."""
+
+    coefficients: Mapping[str, float]
+    items: Mapping[int, Mapping[str, float]]
+
+    def count(self, batch: Any) -> Mapping[str, float]:
+        return self.items[id(batch)]
+
+    def positions(self, batch: Any) -> int:
+        return num_samples(batch)
+
+    def __call__(self, output: Any, batch: Any) -> Any:  # pragma: no cover - loss_fn has the loss
+        raise NotImplementedError

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         print(version("wholebatch"))
         raise typer.Exit
 

@@ -22,7 +22,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 # A double holds every whole number up to here, and so does any reader of our JSON.
 LARGEST_NUMBER = 2**53
 # How many multiples are tried on each side for an alternative; beyond that none is offered.
-_TRIES = 4096
+_TRIES = 1024
 
 
 def whole_number(name: str, value: object, *, minimum: int = 1) -> int:

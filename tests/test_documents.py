@@ -137,7 +137,8 @@ def run_console(block: Block, folder: Path) -> None:
         assert "Traceback (most recent call last)" not in result.stdout, f"{where}:\n{result.stdout}"
         if command.shown:
             complaint = "\n".join([f"{where} shows", *command.shown, "and prints", result.stdout])
-            assert matches(command.shown, result.stdout), complaint
+            if not matches(command.shown, result.stdout):
+                raise AssertionError(complaint)
         else:
             assert exit_code == 0, f"{where}: exit code {exit_code}\n{result.stdout}"
 

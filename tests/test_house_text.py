@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from house import ROOT, TREE, documents, functions_of, none_of
+from house import FLOORS, ROOT, SOURCE, TREE, documents, functions_of, module_of, none_of
 
 LONG_FILE, LONG_FUNCTION, MEDIAN_FUNCTION = 400, 100, 15
 
@@ -146,6 +146,54 @@ def test_wrong_names_and_words_are_seen():
     ]
     assert word_complaints("The batch size of 4 mini-steps.", "x") == ["x: 'batch size'", "x: 'mini-steps'"]
     assert word_complaints("The micro-batch size; `batch size`; ``iteration``", "x") == []
+
+
+# Plain data, and one word for every accelerator
+
+# What an update adds to as it goes; everything else on floors 0 and 1 is a fact, once made.
+MUTABLE = {"Counters"}
+
+
+def data_complaints(tree: ast.AST, name: str, must_be_frozen: bool) -> list[str]:
+    """Return dataclasses without slots; where ``must_be_frozen``, those that can change or be misordered."""
+    wanted = {"slots", "frozen", "kw_only"} if must_be_frozen else {"slots"}
+    found = []
+    for node in ast.walk(tree):
+        for decorator in node.decorator_list if isinstance(node, ast.ClassDef) else []:
+            if ast.unparse(decorator).split("(")[0].split(".")[-1] != "dataclass":
+                continue
+            keywords = decorator.keywords if isinstance(decorator, ast.Call) else []
+            given = {word.arg for word in keywords if ast.unparse(word.value) == "True"}
+            missing = wanted - given - ({"frozen"} if node.name in MUTABLE else set())
+            found += [f"{name}: dataclass {node.name} is not {word}" for word in sorted(missing)]
+    return found
+
+
+def test_plain_data_is_frozen_and_named():
+    found = []
+    for path, tree in TREE.items():
+        found += data_complaints(tree, path.name, FLOORS.get(module_of(path, SOURCE), 99) <= 1)
+    none_of(found)
+
+
+def test_loose_data_is_seen():
+    tree = ast.parse(
+        "@dataclass\nclass A: ...\n@dataclasses.dataclass(frozen=True, slots=True)\nclass B: ..."
+    )
+    assert data_complaints(tree, "x.py", False) == ["x.py: dataclass A is not slots"]
+    assert "x.py: dataclass B is not kw_only" in data_complaints(tree, "x.py", True)
+
+
+def vendor_names(text: str) -> list[str]:
+    return re.findall(r"\b(?:torch\.cuda|\.cuda\(|\"cuda\"|'cuda')", text)
+
+
+def test_no_vendor_is_named_where_any_accelerator_will_do():
+    none_of([f"{path.name}: {name}" for path in TREE for name in vendor_names(path.read_text())])
+
+
+def test_a_vendor_is_seen():
+    assert len(vendor_names('torch.cuda.empty_cache(); model.cuda(); x.to("cuda"); torch.accelerator')) == 3
 
 
 # What does not belong into the repository

@@ -203,7 +203,7 @@ def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "run", a_header())
     log._files["records.jsonl"].close()
-    full = log._files["records.jsonl"] = Path("/dev/full").open("w")
+    full = log._files["records.jsonl"] = Path("/dev/full").open("w")  # noqa: SIM115
     with pytest.raises(RecordError, match=r"records\.jsonl can't be written: No space left"):
         log.write(a_record())
     with contextlib.suppress(OSError):  # the lost line is still in its buffer

@@ -1,0 +1,113 @@
+"""The training job as a user starts it: a process of its own, one or several ranks, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from wholebatch.record import read_run
+
+pytestmark = pytest.mark.slow
+
+TINY = """
+[run]
+num_updates = 4
+evaluate_every_updates = 2
+[batch]
+global_batch_samples = 8
+micro_batch_samples = 2
+[data]
+max_tokens_per_sample = 64
+[model]
+layers = 1
+width = 16
+heads = 2
+dtype = "float64"
+"""
+ONE_RANK = [sys.executable, "-m", "wholebatch", "train"]
+TWO_RANKS = [
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    *("-m", "wholebatch", "train"),
+]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    return tmp_path / "tiny.toml"
+
+
+def environment() -> dict[str, str]:
+    """One thread for one rank, and no interface but loopback."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if os.name == "posix" else ""}
+
+
+def finish(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=150, check=False
+    )
+
+
+def test_one_process_and_torchrun_make_the_same_updates(config: Path, tmp_path: Path) -> None:
+    one = finish([*ONE_RANK, str(config), "--run-dir", "one"], tmp_path)
+    assert one.returncode == 0, one.stderr
+    two = finish([*TWO_RANKS, str(config), "--run-dir", "two"], tmp_path)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("update    4/4") == 1, "only one rank prints"
+    assert "4 micro-batches make the update of the big batch" in one.stdout
+    assert "4 micro-batches make the update of the big batch" in two.stdout
+    alone, shared = read_run(tmp_path / "one"), read_run(tmp_path / "two")
+    assert (alone.header.replicas, shared.header.replicas) == (1, 2)
+    assert (alone.header.micro_batches_per_window, shared.header.micro_batches_per_window) == (4, 2)
+    assert len(alone.records) == len(shared.records) == 4
+    for a, b in zip(alone.records, shared.records, strict=True):
+        assert (a.sample_digest, a.items, a.samples) == (b.sample_digest, b.items, b.samples)
+        assert a.loss_per_item == pytest.approx(b.loss_per_item, rel=1e-12)
+        assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-10)
+        assert b.reductions == 1
+    for mine, other in zip(alone.evaluations, shared.evaluations, strict=True):
+        assert mine.loss_per_item == pytest.approx(other.loss_per_item, rel=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_leaves_a_readable_run(config: Path, tmp_path: Path, ranks: int) -> None:
+    """Ctrl-C in a terminal reaches every process of the group, so it is sent to the group."""
+    start = ONE_RANK if ranks == 1 else TWO_RANKS
+    process = subprocess.Popen(
+        [*start, str(config), "--run-dir", "run", "--updates", "100000"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        records = tmp_path / "run" / "records.jsonl"
+        deadline = time.monotonic() + 120
+        while not (records.exists() and records.read_bytes().count(b"\n") >= 3):
+            assert time.monotonic() < deadline, "no update was recorded in time"
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    run = read_run(tmp_path / "run")
+    assert run.end is not None, output
+    assert run.end.reason == "interrupted"
+    assert not run.torn_line
+    assert run.records[-1].updates_attempted == len(run.records) >= 3
+    assert run.evaluations[-1].updates_applied == len(run.records)
+    if ranks == 1:  # torchrun answers with a code of its own
+        assert process.returncode == 130
+        assert "Interrupted: stopped after a whole update" in output
+        assert "Traceback" not in output

@@ -1,0 +1,69 @@
+"""The ranks of the job: they agree, end together, and share the cores of one machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ranks import run_ranks
+from wholebatch.errors import RecordError
+from wholebatch.train.job import run_job
+from wholebatch.train.parts import build_job
+from wholebatch.train.world import World, join_world, threads_per_rank
+
+
+def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with join_world() as world:
+        assert (world.rank, world.ranks, world.leads) == (0, 1, True)
+        assert world.total([1.0, 2.5]) == [1.0, 2.5]
+        assert world.any(True)
+        assert not world.any(False)
+        world.raise_together(None)
+        model = nn.Linear(1, 1)
+        assert world.parallel(model) is model
+        with pytest.raises(RecordError, match="no room"):
+            world.raise_together("no room")
+
+
+def agreeing(rank: int, _n: int) -> tuple[list[float], bool, bool]:
+    with join_world() as world:
+        assert world.rank == rank
+        return world.total([rank, 2.0**40]), world.any(rank == 1), world.any(False)
+
+
+def test_two_ranks_agree() -> None:
+    assert run_ranks(agreeing, 2) == [([1.0, 2.0**41], True, False)] * 2
+
+
+def refused(_rank: int, _n: int, folder: str) -> str:
+    from test_train_job import Listener, tiny
+
+    with join_world() as world:
+        config = tiny(folder)
+        with pytest.raises(RecordError, match="holds files already") as caught:
+            run_job(build_job(config, world), Listener(config))
+        return str(caught.value)
+
+
+def test_a_used_folder_ends_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("mine")
+    first, second = run_ranks(refused, 2, str(tmp_path))
+    assert first == second
+
+
+def test_cores_are_shared_and_nobody_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert threads_per_rank(1) == 1
+
+
+def test_a_world_is_on_the_cpu_unless_told() -> None:
+    assert World().device == torch.device("cpu")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "wholebatch"
-# The floor of each file or folder of the package; docs/vocabulary.md and design say what each is.
+# The floor of each file or folder of the package; CONTRIBUTING.md says what each is.
 # A new file is entered here, on the floor of what it is for. The parts of the window are on floor 4
 # even where they import little: the oracle must not share them.
 FLOORS = {

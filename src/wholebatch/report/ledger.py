@@ -253,8 +253,8 @@ def _epoch_rows(epochs: EpochLedger) -> list[Row]:
         ("samples in the data", f"{epochs.dataset_samples:,}", "each once in an epoch"),
         ("updates per epoch", f"{epochs.updates_per_epoch:,}", whole),
         ("tail", f"{tail:,}", fate),
-        ("updates", f"{epochs.total_updates:,}", "in all epochs"),
-        ("samples", f"{epochs.total_samples:,}", "that updates see, in all epochs"),
+        ("total updates", f"{epochs.total_updates:,}", "in all epochs"),
+        ("total samples", f"{epochs.total_samples:,}", "that updates see, in all epochs"),
     ]
     dropped = epochs.samples_dropped_per_epoch * epochs.epochs
     if dropped:
@@ -298,16 +298,13 @@ def _comparison_rows(comparison: PlanComparison) -> list[Row]:
     ]
     mine, other = comparison.first_epochs, comparison.second_epochs
     if mine and other:
-        rows += [
-            _pair("updates per epoch", mine.updates_per_epoch, other.updates_per_epoch, "of the same data"),
-            _pair("updates", mine.total_updates, other.total_updates, "in all epochs"),
-            _pair(
-                "samples dropped",
-                mine.samples_dropped_per_epoch,
-                other.samples_dropped_per_epoch,
-                "per epoch",
-            ),
-        ]
+        dropped = mine.samples_dropped_per_epoch, other.samples_dropped_per_epoch
+        rows.append(
+            _pair("updates per epoch", mine.updates_per_epoch, other.updates_per_epoch, "of the data")
+        )
+        rows.append(_pair("total updates", mine.total_updates, other.total_updates, "in all epochs"))
+        if any(dropped):
+            rows.append(_pair("samples dropped", *dropped, "per epoch"))
     rows += [_move_row(move) for move in comparison.intervals]
     return rows
 

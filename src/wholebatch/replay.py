@@ -47,25 +47,20 @@ def _accelerator() -> Any:
     return torch.get_device_module(torch.accelerator.current_accelerator())
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Kept:
     owner: nn.Module
     key: str
     name: str
     tensor: torch.Tensor
-    version: int
     value: torch.Tensor
-
-    def moved(self) -> bool:
-        return self.owner._buffers.get(self.key) is not self.tensor or self.tensor._version != self.version
 
 
 class BufferKeeper:
-    """Remembers every buffer of a module and puts back those that moved.
+    """Remembers every buffer of a module, and puts them back.
 
-    A buffer counts as moved when it was replaced or written in place since :meth:`keep`; torch
-    counts writes by itself (``Tensor._version``), so buffers that never move (masks, rotary tables)
-    are copied once and never compared.
+    The values are copied each time: torch's own count of writes (``Tensor._version``) misses those
+    of BatchNorm to its running statistics.
 
     Args:
         module: the module whose buffers are kept, with all its submodules.
@@ -73,32 +68,26 @@ class BufferKeeper:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._kept: dict[tuple[int, str], _Kept] = {}
+        self._kept: list[_Kept] = []
 
     def keep(self) -> None:
         """Remember the buffers as they are now."""
-        kept: dict[tuple[int, str], _Kept] = {}
-        for prefix, owner in self._module.named_modules():
-            for key, tensor in owner._buffers.items():
-                if tensor is None:
-                    continue
-                before = self._kept.get((id(owner), key))
-                if before is None or before.moved():
-                    name = f"{prefix}.{key}" if prefix else key
-                    before = _Kept(
-                        owner=owner,
-                        key=key,
-                        name=name,
-                        tensor=tensor,
-                        version=tensor._version,
-                        value=tensor.detach().clone(),
-                    )
-                kept[id(owner), key] = before
-        self._kept = kept
+        self._kept = [
+            _Kept(
+                owner=owner,
+                key=key,
+                name=f"{prefix}.{key}" if prefix else key,
+                tensor=tensor,
+                value=tensor.detach().clone(),
+            )
+            for prefix, owner in self._module.named_modules()
+            for key, tensor in owner._buffers.items()
+            if tensor is not None
+        ]
 
     def moved(self) -> list[str]:
-        """Names of the buffers that were written or replaced since :meth:`keep`."""
-        return [kept.name for kept in self._kept.values() if kept.moved()]
+        """Names of the buffers whose values differ from those at :meth:`keep`. Reads the device."""
+        return [kept.name for kept in self._kept if not _same(kept.owner._buffers[kept.key], kept.value)]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -106,10 +95,10 @@ class BufferKeeper:
 
         Exactness: bit for bit.
         """
-        for kept in self._kept.values():
-            if not kept.moved():
-                continue
+        for kept in self._kept:
+            kept.tensor.copy_(kept.value)
             kept.owner._buffers[kept.key] = kept.tensor
-            if kept.tensor._version != kept.version:
-                kept.tensor.copy_(kept.value)
-                kept.version = kept.tensor._version
+
+
+def _same(now: torch.Tensor | None, then: torch.Tensor) -> bool:
+    return now is not None and now.shape == then.shape and bool(torch.eq(now, then).all())

@@ -15,14 +15,12 @@ class Result:
 
     Attributes:
         nonfinite: whether the reduced gradient is NaN or infinite somewhere.
-        buffers_moved: whether the forwards wrote buffers.
         losses: for each micro-batch and term, its summed loss.
         items: for each micro-batch and term, the items that the loss summed.
         peak_memory_bytes: of this process; 0 where unknown.
     """
 
     nonfinite: bool
-    buffers_moved: bool
     losses: tuple[tuple[float, ...], ...]
     items: tuple[tuple[float, ...], ...]
     peak_memory_bytes: int
@@ -33,8 +31,7 @@ class Result:
         peaks = [0.0] * num_replicas
         bad[rank], peaks[rank] = float(self._bad_micro_batch()), float(self.peak_memory_bytes)
         return [
-            float(self.nonfinite),
-            float(self.buffers_moved),
+            float(self.nonfinite or self._bad_micro_batch() != 0),
             *(sum(row[term] for row in self.losses) for term in range(num_terms)),
             *(sum(row[term] for row in self.items) for term in range(num_terms)),
             *bad,
@@ -56,14 +53,13 @@ class GlobalResult:
     """The same over all replicas.
 
     Attributes:
-        nonfinite, buffers_moved: on any replica.
+        nonfinite: the gradient, or some loss, on any replica.
         losses, items: by term, summed over all micro-batches and replicas.
         bad: by replica, as ``Result._bad_micro_batch``.
         peak_memory_bytes: by replica; ``None`` where unknown.
     """
 
     nonfinite: bool
-    buffers_moved: bool
     losses: tuple[float, ...]
     items: tuple[float, ...]
     bad: tuple[int, ...]
@@ -72,12 +68,11 @@ class GlobalResult:
     @classmethod
     def from_sums(cls, sums: Sequence[float], *, num_replicas: int, num_terms: int) -> GlobalResult:
         """Read payloads that were added up over ``num_replicas``."""
-        nonfinite, moved, *rest = sums
+        nonfinite, *rest = sums
         by_term, by_replica = rest[: 2 * num_terms], rest[2 * num_terms :]
         peaks = [round(peak) for peak in by_replica[num_replicas:]]
         return cls(
             nonfinite=nonfinite > 0,
-            buffers_moved=moved > 0,
             losses=tuple(by_term[:num_terms]),
             items=tuple(by_term[num_terms:]),
             bad=tuple(round(number) for number in by_replica[:num_replicas]),
@@ -85,7 +80,7 @@ class GlobalResult:
         )
 
     def why_nonfinite(self) -> str:
-        """Which micro-batch of which rank made the gradient NaN or infinite, in words."""
+        """Which micro-batch of which rank made the update NaN or infinite, in words."""
         named = [
             f"the loss of micro-batch {abs(number)} on rank {rank} is not finite"
             + (", which has no items: a mean over nothing is 0/0, give a sum" if number < 0 else "")
@@ -94,12 +89,12 @@ class GlobalResult:
         ]
         if not named:
             return "the gradient is NaN or infinite although every summed loss is finite"
-        return "the gradient is NaN or infinite: " + "; ".join(named)
+        return "; ".join(named)
 
 
 def result_size(num_replicas: int, num_terms: int) -> int:
     """Numbers in a payload."""
-    return 2 + 2 * num_terms + 2 * num_replicas
+    return 1 + 2 * num_terms + 2 * num_replicas
 
 
 def losses_by_term(

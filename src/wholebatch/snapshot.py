@@ -78,10 +78,6 @@ class Snapshot:
             return "the model was switched between train() and eval()"
         return None
 
-    def buffers_moved(self) -> bool:
-        """Whether a forward wrote or replaced buffers since :meth:`take`."""
-        return bool(self._buffers.moved())
-
     def put_back_buffers(self) -> None:
         """Undo what the forwards did to buffers, bit for bit."""
         self._buffers.put_back()

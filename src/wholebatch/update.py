@@ -329,7 +329,6 @@ class Update:
         rows = [tuple(reading.values[n * terms : (n + 1) * terms]) for n in range(2 * held)]
         result = Result(
             nonfinite=not math.isfinite(reading.norm),
-            buffers_moved=window.snapshot.buffers_moved(),
             losses=tuple(rows[:held]),
             items=tuple(rows[held:]),
             peak_memory_bytes=peak_memory_bytes() or 0,
@@ -397,8 +396,7 @@ class Update:
 
         self._irrevocable = True
         if applied:
-            if result.buffers_moved:
-                window.ranks.share_buffers()
+            window.ranks.share_buffers()
             finish.apply(correction * clip)
         else:
             finish.skip(nonfinite=outcome == "skipped_nonfinite")

@@ -1,0 +1,186 @@
+"""Tests of the tests: each way that an update goes wrong must turn the exactness test red.
+
+A broken window is made from the real one by one small change, run on a case that the unbroken one
+passes, and held against the same oracle with the same comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from problems import Case, Observed, assert_equal_updates, observed, oracle
+from ranks import run_ranks
+from wholebatch import update as update_module
+from wholebatch.finish import Finish
+from wholebatch.ranks.base import Ranks
+from wholebatch.ranks.ddp import DDPRanks
+
+Update = update_module.Update
+CASE = Case(counts=[[[5, 2], [3], [0, 4, 1], [2]], [[1, 1], [5, 5], [4], [3, 2]]], clip_grad_norm=0.5)
+ONE_RANK = Case(counts=CASE.counts[:1], clip_grad_norm=0.5)
+TOLERANCE = 1e-13
+
+
+def with_shares(change: Callable[[Update, dict[str, float]], dict[str, float]]) -> Any:
+    """Let every summed loss be multiplied by something else."""
+    settle = Update._settle
+
+    def broken(self: Update) -> Any:
+        first = self._tally is None
+        total = settle(self)
+        if first:
+            self._shares = change(self, self._shares)
+        return total
+
+    return mock.patch.object(Update, "_settle", broken)
+
+
+def no_division() -> Any:
+    return with_shares(lambda update, shares: dict.fromkeys(shares, update._window.ranks.divisor))
+
+
+def tail_over_planned_window() -> Any:
+    """A short window divided as though it were full: here, as though it had one more micro-batch."""
+    return with_shares(
+        lambda update, shares: {
+            term: share * len(update._held) / (len(update._held) + 1) for term, share in shares.items()
+        }
+    )
+
+
+def mean_of_means() -> Any:
+    backward = Update.backward
+
+    def broken(self: Update, loss: Any) -> None:
+        loss_sum, items = loss
+        total = self._settle()
+        mean = self._window.ranks.divisor / (total.micro_batches * max(1.0, float(items)))
+        self._shares = {"loss": mean}
+        backward(self, (loss_sum, items))
+
+    return mock.patch.object(Update, "backward", broken)
+
+
+def clip_in_every_micro_batch() -> Any:
+    backward = Ranks.backward
+
+    def broken(self: Ranks, loss: torch.Tensor) -> None:
+        backward(self, loss)
+        torch.nn.utils.clip_grad_norm_(broken.parameters, 0.02)
+
+    apply = Finish.__init__
+
+    def remember(self: Finish, **options: Any) -> None:
+        apply(self, **options)
+        broken.parameters = self.parameters
+
+    return stacked(
+        mock.patch.object(Ranks, "backward", broken), mock.patch.object(Finish, "__init__", remember)
+    )
+
+
+def last_left_out() -> Any:
+    backward = Ranks.backward
+
+    def broken(self: Ranks, loss: torch.Tensor) -> None:
+        broken.calls += 1
+        backward(self, loss * 0 if broken.calls % 4 == 0 else loss)
+
+    broken.calls = 0
+    return mock.patch.object(Ranks, "backward", broken)
+
+
+def wrong_micro_batch_reduced() -> Any:
+    """Reduce in the second instead of the last: the later ones stay on their rank."""
+    micro_batch = DDPRanks.micro_batch
+
+    def broken(self: DDPRanks, **_: bool) -> Any:
+        broken.calls += 1
+        self.open_window(uneven=False, ranks_without=0)
+        return micro_batch(self, last=broken.calls % 4 == 2)
+
+    broken.calls = 0
+    no_check = mock.patch.object(DDPRanks, "check_forward", return_value=None)
+    return stacked(mock.patch.object(DDPRanks, "micro_batch", broken), no_check)
+
+
+def hook_that_sums() -> Any:
+    """The user vouches for a mean, and the hook sums."""
+
+    def sum_hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations as objects
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    init = DistributedDataParallel.__init__
+
+    def with_hook(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self.register_comm_hook(None, sum_hook)
+
+    return mock.patch.object(DistributedDataParallel, "__init__", with_hook)
+
+
+@contextmanager
+def stacked(*patches: Any) -> Iterator[None]:
+    with patches[0], patches[1]:
+        yield
+
+
+BROKEN: dict[str, Callable[[], Any]] = {
+    breaker.__name__: breaker
+    for breaker in (
+        no_division,
+        tail_over_planned_window,
+        mean_of_means,
+        clip_in_every_micro_batch,
+        last_left_out,
+        wrong_micro_batch_reduced,
+        hook_that_sums,
+    )
+}
+NEEDS_RANKS = {"wrong_micro_batch_reduced", "hook_that_sums"}
+
+
+def run_broken(rank: int, n: int, names: list[str]) -> dict[str, Observed]:
+    """Every broken window in one launch, and the unbroken one as ``"right"``."""
+    assert n == len(CASE.counts)
+    found = {"right": observed(CASE, rank=rank, wrap=DistributedDataParallel)}
+    for name in names:
+        options: dict[str, Any] = {"reduction_divisor": 2} if name == "hook_that_sums" else {}
+        with BROKEN[name]():
+            found[name] = observed(CASE, rank=rank, wrap=DistributedDataParallel, **options)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(set(BROKEN) - NEEDS_RANKS))
+def test_a_broken_window_on_one_rank_is_caught(name: str) -> None:
+    truth = oracle(ONE_RANK)
+    assert_equal_updates(observed(ONE_RANK), truth, tolerance=TOLERANCE)
+    with BROKEN[name]():
+        found = observed(ONE_RANK)
+    with pytest.raises(AssertionError, match="is off by"):
+        assert_equal_updates(found, truth, tolerance=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_broken_window_on_two_ranks_is_caught() -> None:
+    truth = oracle(CASE)
+    by_rank = run_ranks(run_broken, 2, sorted(BROKEN), timeout_s=120)
+    for found in by_rank:
+        assert_equal_updates(found["right"], truth, tolerance=TOLERANCE)
+    for name in BROKEN:
+        caught = 0
+        for found in by_rank:
+            try:
+                assert_equal_updates(found[name], truth, tolerance=TOLERANCE)
+            except AssertionError:
+                caught += 1
+        assert caught > 0, f"{name} passed the exactness test on both ranks"

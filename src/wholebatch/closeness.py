@@ -167,28 +167,30 @@ def clipped_bound(bound: float, *, norm: float, max_norm: float, elements: int, 
 
 
 def rounding_allowance(
-    whole_error: float, *, num_micro_batches: int, dtype: torch.dtype, scale: float
+    free_of_sum: float, *, num_micro_batches: int, dtype: torch.dtype, scale: float, largest: float
 ) -> float:
     """How far a split may be from the float64 truth in a working dtype.
 
-    ``2 * d_whole + (sqrt(A) * u_acc + u) * scale`` with ``u_acc = min(u, u of float32)``: twice what
-    the whole batch itself loses in this dtype, and what accumulating A gradients in float32 and
-    rounding the sum once to the dtype adds. Accumulation that is no better than the dtype itself
-    leaves this where A is large.
+    ``2 * d + sqrt(A) * u_acc * scale + u * max|g|`` with ``u_acc = min(u, u of float32)``: twice what
+    the dtype costs without any adding up, then A gradients added up in float32, then one rounding of
+    the sum to the dtype. Accumulation in a narrower dtype leaves this as A grows.
 
     Args:
-        whole_error: the larger of two distances from the truth, both free of accumulation in the
-            dtype: that of the whole batch, and of the micro-batches added up in float64.
+        free_of_sum: d, the larger of two distances from the truth that no accumulation in the dtype
+            takes part in: of the whole batch, and of the micro-batches added up in float64.
         num_micro_batches: A of the window.
         dtype: dtype of the parameter and its gradient.
         scale: the total absolute gradient.
+        largest: ``max|g|`` of this parameter's true gradient.
 
     Returns:
         A distance in the unit of the gradient.
+
+    Source: docs/exactness.md, "The second verdict".
     """
     working = unit_roundoff(dtype)
     accumulated = min(working, unit_roundoff(torch.float32))
-    return 2.0 * whole_error + (math.sqrt(num_micro_batches) * accumulated + working) * scale
+    return 2.0 * free_of_sum + math.sqrt(num_micro_batches) * accumulated * scale + working * largest
 
 
 def worst_first(errors: Iterable[ParameterError]) -> list[ParameterError]:

@@ -26,8 +26,9 @@ from wholebatch.plain import PlainSum, plain_sum
 from wholebatch.trial import Problem, WindowRun, dtype_name, gathered, run_whole, run_window, seeded
 from wholebatch.verification import Rounding, SplitResult
 
-# p - lr * g and its like: a handful of roundings an element, of numbers no larger than p and p'.
-_STEP_ROUNDINGS = 8
+# Roundings of one element in the longest first update of torch.optim, AdamW's: 3 for decay and step, 2
+# for each moment, 6 for the bias corrections, root, quotient. Twice, for window and oracle both round.
+_STEP_ROUNDINGS = 2 * 13
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,7 +134,8 @@ def _parameter_errors(
     before = {name: parameter.detach() for name, parameter in trainable(problem.model).items()}
     for name, after in whole.parameters.items():
         reach = torch.maximum(*((end[name] - after).abs() for end in ends))
-        size = torch.maximum(after.abs(), before[name].to(after.dtype).abs())
+        start = before[name].to(after.dtype)
+        size = torch.maximum(torch.maximum(after.abs(), start.abs()), (after - start).abs())
         allowed = reach + _STEP_ROUNDINGS * unit_roundoff(after.dtype) * size
         yield _worst_element(name, (run.parameters[name] - after).abs(), allowed)
 
@@ -165,7 +167,7 @@ def _worst_element(name: str, errors: Tensor, allowed: Tensor) -> ParameterError
 def judge_rounding(problem: Problem, truth: OracleUpdate, tried: Tried) -> Rounding:
     """The second verdict: the window in the model's own dtype, from the float64 truth.
 
-    ``d_window <= 2 d + (sqrt(A) u_acc + u) * scale`` by parameter, where d is the whole batch's own
+    ``d_window <= 2 d + sqrt(A) u_acc * scale + u * max|g|`` by parameter, where d is the whole batch's own
     distance from the truth. Where this fails, the micro-batches are added up in float64 and d is the
     larger of both distances: what remains is lost by accumulating.
 
@@ -185,13 +187,15 @@ def judge_rounding(problem: Problem, truth: OracleUpdate, tried: Tried) -> Round
     """
     parts = problem.cut(tried.sizes)
     whole = distance(run_whole(problem).gradients, truth.gradients)
-    window = distance(run_window(problem, parts, tried.plain.num_items).gradients, truth.gradients)
-    worst = worst_first(_rounding_errors(problem, window, whole, tried))[0]
+    run = run_window(problem, parts, tried.plain.num_items, count_ahead=True)
+    window = distance(run.gradients, truth.gradients)
+    worst = worst_first(_rounding_errors(problem, truth, window, whole, tried))[0]
     cured: bool | None = None
     if not worst.within:
-        plain = distance(plain_sum(problem, parts).gradients, truth.gradients)
+        wide = plain_sum(problem, parts, divide_first=truth.num_items)
+        plain = distance(wide.gradients, truth.gradients)
         free_of_sum = {name: max(error, plain.get(name, 0.0)) for name, error in whole.items()}
-        worst = worst_first(_rounding_errors(problem, window, free_of_sum, tried))[0]
+        worst = worst_first(_rounding_errors(problem, truth, window, free_of_sum, tried))[0]
         cured = None if worst.within else plain[worst.parameter] <= worst.bound
     return Rounding(
         dtype=dtype_name(_dtype_of(problem, worst.parameter)),
@@ -204,14 +208,20 @@ def judge_rounding(problem: Problem, truth: OracleUpdate, tried: Tried) -> Round
 
 
 def _rounding_errors(
-    problem: Problem, window: Mapping[str, float], free_of_sum: Mapping[str, float], tried: Tried
+    problem: Problem,
+    truth: OracleUpdate,
+    window: Mapping[str, float],
+    free_of_sum: Mapping[str, float],
+    tried: Tried,
 ) -> Iterator[ParameterError]:
+    largest = magnitude(truth.gradients)
     for name, error in window.items():
         allowed = rounding_allowance(
             free_of_sum.get(name, 0.0),
             num_micro_batches=len(tried.sizes),
             dtype=_dtype_of(problem, name),
             scale=tried.plain.scale,
+            largest=largest.get(name, 0.0),
         )
         yield ParameterError(parameter=name, quantity="gradient", error=error, bound=allowed)
 

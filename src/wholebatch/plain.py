@@ -61,6 +61,7 @@ def plain_sum(
     model: nn.Module | None = None,
     states: Sequence[RandomState] | None = None,
     restore_buffers: bool = False,
+    divide_first: Mapping[str, float] | None = None,
 ) -> PlainSum:
     """Run the micro-batches one by one and add up, without the window.
 
@@ -73,6 +74,9 @@ def plain_sum(
         model: another model than the problem's, for an experiment.
         states: random state to start each micro-batch from; by default one stream from the seed.
         restore_buffers: put the model's buffers back before each micro-batch.
+        divide_first: ``N_k`` by term; each loss is then multiplied by ``c_k / N_k`` before its backward,
+            as the window does it, so that in a narrow dtype both round alike and differ only in how
+            they add up.
 
     Returns:
         The gradient, its scale, and what each micro-batch returned.
@@ -82,6 +86,7 @@ def plain_sum(
 
     Exactness: exact in real arithmetic over the same micro-batches.
     """
+    ahead = None if divide_first is None else _weights(problem, [divide_first])
     with seeded(problem.seed), torch.enable_grad():
         copied = private_copy(problem.model if model is None else model, problem.dtype)
         parameters = trainable(copied)
@@ -101,8 +106,9 @@ def plain_sum(
             loss_sums.append({name: float(loss_sum.detach()) for name, (loss_sum, _) in terms.items()})
             num_items.append({name: items for name, (_, items) in terms.items()})
             for name, (loss_sum, _) in terms.items():
-                tallies.setdefault(name, _Tally()).add(_gradients(loss_sum, parameters))
-    weights = _weights(problem, num_items)
+                share = 1.0 if ahead is None else ahead[name]
+                tallies.setdefault(name, _Tally()).add(_gradients(share * loss_sum, parameters))
+    weights = _weights(problem, num_items) if ahead is None else dict.fromkeys(ahead, 1.0)
     return PlainSum(
         gradients=_weighted_gradients(tallies, weights),
         scale=_scale(tallies, weights),

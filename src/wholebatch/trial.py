@@ -277,6 +277,7 @@ def run_window(
     num_items: Sequence[Mapping[str, float]],
     *,
     clipped: bool = False,
+    count_ahead: bool = False,
 ) -> WindowRun:
     """One update by the real :class:`UpdateWindow` over ``parts``, on a copy of the model.
 
@@ -288,6 +289,7 @@ def run_window(
         parts: all micro-batches of the global batch, the same list on every rank.
         num_items: N of each of them by term, for a window over several terms without an objective.
         clipped: clip as the problem says; else not at all.
+        count_ahead: give the window these numbers of items, where the problem has no objective.
 
     Returns:
         Gradients as the optimizer got them, parameters after its step, and the record.
@@ -313,7 +315,7 @@ def run_window(
         window = UpdateWindow(
             DistributedDataParallel(copied) if ranks > 1 else copied,
             optimizer,
-            _window_objective(problem, mine, num_items[rank::ranks]),
+            _window_objective(problem, mine, num_items[rank::ranks], count_ahead=count_ahead),
             clip_grad_norm=problem.clip_grad_norm if clipped else None,
         )
         record = window.run(mine, _recording(problem.loss_fn, states))
@@ -359,14 +361,14 @@ def _handed_over(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -
 
 
 def _window_objective(
-    problem: Problem, mine: Sequence[Any], num_items: Sequence[Mapping[str, float]]
+    problem: Problem, mine: Sequence[Any], num_items: Sequence[Mapping[str, float]], *, count_ahead: bool
 ) -> Any:
     """The user's objective; none for one plain term; else the terms as they were counted ahead."""
     if problem.objective is not None:
         return problem.objective
     names = {name for counted in num_items for name in counted}
     given = problem.coefficients or {}
-    if names <= {"loss"} and given.get("loss", 1.0) == 1.0:
+    if not count_ahead and names <= {"loss"} and given.get("loss", 1.0) == 1.0:
         return None
     items = {id(batch): counted for batch, counted in zip(mine, num_items, strict=True)}
     return _Counted(coefficients={name: given.get(name, 1.0) for name in names}, items=items)

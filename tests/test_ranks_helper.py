@@ -116,18 +116,21 @@ def wait_alone(rank, _n):
         time.sleep(30)
 
 
-def leave_early(rank, n):
-    """Rank 0 returns as soon as it has sent; rank 1 reads late."""
+def look_back(rank, _n):
+    """Rank 0 is done at once; rank 1 looks for it later."""
     import torch
     import torch.distributed as dist
 
-    value = torch.full((200_000,), float(rank))
+    pid = torch.tensor([os.getpid()])
+    dist.broadcast(pid, src=0)
     if rank == 0:
-        dist.broadcast(value, src=0)
-        return 0.0
+        return "done"
     time.sleep(0.5)
-    dist.broadcast(value, src=0)
-    return value.sum().item() + n - 2
+    try:
+        os.kill(int(pid.item()), 0)
+    except ProcessLookupError:
+        return "gone"
+    return "still there"
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -153,6 +156,8 @@ def test_ranks_are_a_process_group_that_averages():
 
 
 def test_a_worker_is_calm_and_sees_the_environment_of_the_call(monkeypatch):
+    import torch
+
     monkeypatch.setenv("WHOLEBATCH_TEST_VARIABLE", "set after the server began")
     first, second = run_ranks(surroundings, 2)
     (third,) = run_ranks(surroundings, 1)
@@ -160,7 +165,8 @@ def test_a_worker_is_calm_and_sees_the_environment_of_the_call(monkeypatch):
     assert first["deterministic"] is True
     assert first["variable"] == "set after the server began"
     assert first["interface"] in ("lo", "lo0")
-    assert first["random"] == second["random"] == third["random"]
+    torch.manual_seed(0)
+    assert first["random"] == second["random"] == third["random"] == torch.rand(1).item()
     assert len({first["pid"], second["pid"], third["pid"], os.getpid()}) == 4
 
 
@@ -243,7 +249,7 @@ def test_a_rank_left_alone_in_a_collective_gives_up_before_the_limit():
 
 
 def test_a_rank_that_is_done_stays_until_its_peers_have_read():
-    assert run_ranks(leave_early, 2) == [0.0, 0.0]
+    assert run_ranks(look_back, 2) == ["done", "still there"]
 
 
 def test_nothing_is_left_behind(monkeypatch, tmp_path):

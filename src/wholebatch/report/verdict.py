@@ -1,0 +1,377 @@
+"""``wholebatch verify``: find the user's problem, judge it (on several ranks where asked), tell it.
+
+With ``--ranks N`` the command starts itself again under ``torch.distributed.run``, N processes on this
+machine; their first rank hands the verdict back in a file, and the parent tells it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from wholebatch.errors import JudgeError, UsageError, WholebatchError
+from wholebatch.report.output import finite, text_stream, write_json
+from wholebatch.verify import verify_window
+
+# Where the ranks of ``--ranks N`` leave the verdict for the process that started them.
+_HAND_BACK = "WHOLEBATCH_VERDICT_FILE"
+_NEEDED = ("model", "loss_fn", "batch")
+_OPTIONAL = (
+    "make_optimizer",
+    "clip_grad_norm",
+    "coefficients",
+    "objective",
+    "collate",
+    "splits",
+    "seed",
+)
+
+
+def verify_command(
+    target: str, *, ranks: int = 1, splits: str | None = None, seed: int = 0, json_target: str | None = None
+) -> int:
+    """Judge the problem at ``target`` and tell the verdict.
+
+    Args:
+        target: ``module:name`` or ``file.py:name``, a function without arguments.
+        ranks: processes to run the window on.
+        splits: ``"2+3,1+1+1+1+1"``, or ``None`` for those of the problem, else sampled ones.
+        seed: decides sampled splits and random state, unless the problem has its own.
+        json_target: file for the JSON, ``"-"`` for stdout, or ``None``.
+
+    Returns:
+        0 equal, 1 not equal. Errors carry 2 (usage) and 3 (could not judge).
+
+    Raises:
+        UsageError: the target, the splits or the number of ranks.
+        JudgeError: no verdict could be reached.
+    """
+    if ranks < 1:
+        raise UsageError(f"--ranks {ranks} is not a number of processes; give 1 or more")
+    running = int(os.environ.get("WORLD_SIZE", "1"))
+    if running > 1:
+        return _on_this_rank(target, splits=splits, seed=seed, json_target=json_target)
+    chosen = None if splits is None else parse_splits(splits)
+    if ranks > 1:
+        verdict = _on_ranks(target, ranks=ranks, splits=splits, seed=seed)
+    else:
+        verdict = judge(target, splits=chosen, seed=seed)
+    return _tell(verdict, target, json_target)
+
+
+def judge(target: str, *, splits: list[list[int]] | None, seed: int) -> dict[str, Any]:
+    """Load the problem, run :func:`wholebatch.verify.verify_window` and return the verdict's JSON keys.
+
+    Args:
+        target: as for :func:`verify_command`.
+        splits: sizes in samples; ``None`` for the problem's own, else sampled ones.
+        seed: unless the problem has its own.
+
+    Returns:
+        The keys of ``wholebatch verify --json``.
+    """
+    problem = load_problem(target)
+    options = {"seed": seed, **{key: problem[key] for key in _OPTIONAL if key in problem}}
+    if splits is not None:
+        options["splits"] = splits
+    found = verify_window(problem["model"], problem["loss_fn"], problem["batch"], **options)
+    verdict: dict[str, Any] = finite(found.to_dict())
+    return verdict
+
+
+def parse_splits(text: str) -> list[list[int]]:
+    """Read ``"2+3,1+1+1+1+1"`` as ``[[2, 3], [1, 1, 1, 1, 1]]``.
+
+    Raises:
+        UsageError: anything else; repeats the text.
+    """
+    try:
+        return [[int(size) for size in split.split("+")] for split in text.split(",")]
+    except ValueError:
+        raise UsageError(
+            f"--splits {text!r} is not a list of micro-batch sizes in samples; write them as "
+            f"2+3,1+1+1+1+1 (a plus between micro-batches, a comma between splits)"
+        ) from None
+
+
+def load_problem(target: str) -> dict[str, Any]:
+    """Import ``module:name`` or ``file.py:name``, call it, and return its parts by name.
+
+    Args:
+        target: names a function without arguments that returns ``(model, loss_fn, batch)``, or these
+            with a dict of options as a fourth, or one dict of all.
+
+    Returns:
+        ``model``, ``loss_fn``, ``batch`` and the options that were given.
+
+    Raises:
+        UsageError: nothing of that name.
+        JudgeError: importing or calling it failed, or it returned something else.
+    """
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise UsageError(f"{target!r} does not name a problem; write module:name or file.py:name")
+    module = _import(place)
+    if not hasattr(module, name):
+        raise UsageError(f"{place} has no {name!r}; it has {', '.join(_public(module)) or 'nothing'}")
+    found = getattr(module, name)
+    if callable(found):
+        found = _guarded(found, f"{target}() failed")
+    return _parts(found, target)
+
+
+def _import(place: str) -> ModuleType:
+    path = Path(place)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise UsageError(f"there is no file {place}; give the path of a Python file, or module:name")
+        # A name of its own, so that a file called json.py does not take the place of another module.
+        name = f"wholebatch_problem_{path.stem}"
+        loader = importlib.machinery.SourceFileLoader(name, str(path))
+        module = importlib.util.module_from_spec(
+            importlib.machinery.ModuleSpec(name, loader, origin=str(path))
+        )
+        module.__file__ = str(path.resolve())
+        with _importable_from(path.parent):
+            sys.modules[name] = module  # dataclasses look their own module up there
+            _guarded(lambda: loader.exec_module(module), f"importing {place} failed")
+        return module
+    with _importable_from(Path.cwd()):
+        if not _module_exists(place):
+            raise UsageError(f"there is no module {place!r} here; give module:name, or file.py:name")
+        imported: ModuleType = _guarded(lambda: importlib.import_module(place), f"importing {place} failed")
+        return imported
+
+
+def _module_exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False
+
+
+@contextmanager
+def _importable_from(folder: Path) -> Iterator[None]:
+    entry = str(folder.resolve())
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        if entry in sys.path:
+            sys.path.remove(entry)
+
+
+def _guarded(call: Callable[[], Any], what: str) -> Any:
+    """Call the user's code; its exceptions become a JudgeError that names them."""
+    try:
+        return call()
+    except WholebatchError:
+        raise
+    except Exception as error:
+        raise JudgeError(f"{what} with {type(error).__name__}: {error}") from error
+
+
+def _public(module: ModuleType) -> list[str]:
+    return [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+
+
+def _parts(found: Any, target: str) -> dict[str, Any]:
+    if isinstance(found, Mapping):
+        parts = dict(found)
+    elif hasattr(found, "_asdict"):
+        parts = dict(found._asdict())
+    elif isinstance(found, tuple) and len(found) in (3, 4):
+        options = found[3] if len(found) == 4 else {}
+        if not isinstance(options, Mapping):
+            raise JudgeError(
+                f"the fourth part that {target} returned is a {type(options).__name__}, not a dict"
+            )
+        parts = dict(zip(_NEEDED, found, strict=False)) | dict(options)
+    else:
+        raise JudgeError(
+            f"{target} returned a {type(found).__name__}; it has to return (model, loss_fn, batch), or a "
+            f"dict with these and any of {', '.join(_OPTIONAL)}"
+        )
+    missing = [key for key in _NEEDED if key not in parts]
+    unknown = sorted(set(parts) - set(_NEEDED) - set(_OPTIONAL))
+    if missing or unknown:
+        raise JudgeError(
+            f"{target} returned missing {missing} and unknown {unknown}; the keys are "
+            f"{', '.join(_NEEDED)} and, where wanted, {', '.join(_OPTIONAL)}"
+        )
+    return parts
+
+
+# Several ranks --------------------------------------------------------------------------------------
+
+
+def _on_ranks(target: str, *, ranks: int, splits: str | None, seed: int) -> dict[str, Any]:
+    """Start this command again on N processes, and read back what their first rank found."""
+    with tempfile.TemporaryDirectory(prefix="verdict-") as folder:
+        answer = Path(folder) / "verdict.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [
+            "--nproc-per-node",
+            str(ranks),
+            "-m",
+            "wholebatch",
+            "verify",
+            target,
+            "--seed",
+            str(seed),
+        ]
+        command += [] if splits is None else ["--splits", splits]
+        threads = str(max(1, (os.cpu_count() or 1) // ranks))
+        environment = {"OMP_NUM_THREADS": threads, **os.environ, _HAND_BACK: str(answer)}
+        done = subprocess.run(
+            command,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        if not answer.is_file():
+            last = "\n".join(done.stdout.strip().splitlines()[-15:])
+            raise JudgeError(
+                f"the {ranks} ranks ended with exit code {done.returncode} and no verdict:\n{last}"
+            )
+        told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    if "error" in told:
+        error = JudgeError(told["error"])
+        error.exit_code = told["exit_code"]
+        raise error
+    return told
+
+
+def _on_this_rank(target: str, *, splits: str | None, seed: int, json_target: str | None) -> int:
+    """Judge as one rank of a job that torchrun started; its first rank alone speaks."""
+    answer = os.environ.get(_HAND_BACK)
+    speaks = int(os.environ["RANK"]) == 0
+    try:
+        verdict = _in_process_group(
+            lambda: judge(target, splits=None if splits is None else parse_splits(splits), seed=seed)
+        )
+    except WholebatchError as error:
+        if answer is None:
+            raise
+        verdict = {"error": str(error), "exit_code": error.exit_code}
+    if answer is not None:
+        if speaks:
+            Path(answer).write_text(json.dumps(verdict, allow_nan=False), encoding="utf-8")
+        return 0  # anything else would make torchrun report a crash
+    return _tell(verdict, target, json_target) if speaks else int(not verdict["equal"])
+
+
+def _in_process_group(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    accelerated = torch.accelerator.is_available()
+    if accelerated:
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(None if accelerated else "gloo", timeout=timedelta(minutes=10))
+    try:
+        return call()
+    finally:
+        dist.destroy_process_group()
+
+
+# Telling --------------------------------------------------------------------------------------------
+
+
+def _tell(verdict: Mapping[str, Any], target: str, json_target: str | None) -> int:
+    render(verdict, target, Console(file=text_stream(json_target), highlight=False))
+    write_json(verdict, json_target)
+    return 0 if verdict["equal"] else 1
+
+
+def render(verdict: Mapping[str, Any], target: str, console: Console) -> None:
+    """Print a verdict for people.
+
+    Args:
+        verdict: the keys of ``wholebatch verify --json``.
+        target: what was judged.
+        console: where to.
+    """
+    console.print(f"[bold]{escape(target)}[/]: {_headline(verdict)}")
+    items = ", ".join(f"{number:g} items of {term}" for term, number in verdict["num_items"].items())
+    console.print(
+        f"whole batch: {verdict['num_samples']} samples, {items}; {verdict['ranks']} rank(s); "
+        f"judged in {verdict['judged_in']}"
+    )
+    console.print(_splits_table(verdict["splits"]))
+    for line in _lines(verdict):
+        console.print(escape(line), soft_wrap=True)
+
+
+def _headline(verdict: Mapping[str, Any]) -> str:
+    if verdict["equal"]:
+        return "[green]equal[/]: the split update is the big batch's update"
+    factor = verdict["factor"]
+    times = "" if factor is None else f", the gradient is {factor:.6g} times the big batch's"
+    return f"[red]not equal[/]: {verdict['cause']}{times}"
+
+
+def _splits_table(splits: list[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("micro-batches (samples)", "verdict", "worst", "error", "bound", "factor"):
+        table.add_column(heading, justify="left", overflow="fold")
+    for split in splits:
+        worst = split["worst"] or {}
+        name = f"{worst['quantity']} {worst['parameter']}" if worst else split["refused"] or ""
+        table.add_row(
+            _sizes(split["micro_batch_samples"]),
+            "equal" if split["equal"] else "not equal",
+            escape(name),
+            _number(worst.get("error")),
+            _number(worst.get("bound")),
+            _number(split["factor"], digits=6),
+        )
+    return table
+
+
+def _sizes(sizes: list[int]) -> str:
+    if len(sizes) > 8 and len(set(sizes)) == 1:
+        return f"{len(sizes)} x {sizes[0]}"
+    return "+".join(map(str, sizes))
+
+
+def _number(value: float | None, *, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}g}"
+
+
+def _lines(verdict: Mapping[str, Any]) -> Iterator[str]:
+    rounding = verdict["rounding"]
+    if rounding is not None:
+        worst = rounding["worst"]
+        yield (
+            f"rounding in {rounding['dtype']} over {_sizes(rounding['micro_batch_samples'])}: "
+            f"{'within' if rounding['within'] else 'beyond'} what is allowed; {worst['parameter']} is "
+            f"{_number(worst['error'])} from the float64 truth, allowed {_number(worst['bound'])}, the "
+            f"whole batch itself {_number(rounding['whole_error'])}"
+        )
+    if verdict["equal_when_replayed"] is not None:
+        same = "equals" if verdict["equal_when_replayed"] else "does not equal"
+        yield f"with the same random numbers the window {same} the plain sum of its micro-batches"
+    if verdict["also"]:
+        yield f"also seen: {', '.join(verdict['also'])}"
+    if verdict["ruled_out"]:
+        yield f"ruled out: {'; '.join(verdict['ruled_out'])}"
+    yield from (f"note: {note}" for note in verdict["notes"])
+    yield verdict["advice"]

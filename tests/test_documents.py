@@ -201,6 +201,18 @@ def test_links_lead_somewhere(path):
     assert broken_links(path) == []
 
 
+def unused_examples(examples: list[Path], readers: list[Path]) -> list[str]:
+    """Return the examples that no document shows and no test names."""
+    texts = [path.read_text() for path in readers]
+    return [path.name for path in examples if not any(path.stem in text for text in texts)]
+
+
+def test_every_example_is_run_somewhere():
+    readers = [*EXECUTED, *sorted((ROOT / "tests").glob("test_*.py"))]
+    found = unused_examples(sorted((ROOT / "examples").glob("*.py")), readers)
+    assert found == []
+
+
 # The tests of these tests
 
 
@@ -311,3 +323,8 @@ def test_ellipses(shown, output, expected):
 def test_a_broken_link_is_seen(folder):
     path = write(folder, "[a](document.md#top) [b](gone.md) [c](https://example.org) `[d](x.md)` [e](#top)")
     assert broken_links(path) == ["gone.md"]
+
+
+def test_an_example_that_nobody_runs_is_seen(folder):
+    path = write(folder, "$ python examples/shown.py")
+    assert unused_examples([Path("shown.py"), Path("hidden.py")], [path]) == ["hidden.py"]

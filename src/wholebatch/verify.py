@@ -35,7 +35,7 @@ from wholebatch.trial import (
     run_whole,
     working_dtype,
 )
-from wholebatch.verification import Rounding, Verification
+from wholebatch.verification import Rounding, SplitResult, Verification
 
 # Sampled splits stop at so many micro-batches: more of the same show nothing new and take long.
 _MOST_MICRO_BATCHES = 16
@@ -271,7 +271,8 @@ class _Judge:
         )
         # Where samples are coupled or noise is drawn, a factor would be an accident.
         constant = found.cause in ("mean_for_sum", "sum_for_mean", "wrong_count", "unknown")
-        factors = [one.result.factor for one in (worst, *failed) if one.result.factor is not None]
+        named = [one.result for one in failed if one.result.factor is not None and constant and not chance]
+        factored = max(named, key=lambda one: len(one.micro_batch_samples), default=None)
         return self._verification(
             problem,
             whole,
@@ -279,9 +280,9 @@ class _Judge:
             equal=False,
             cause=found.cause,
             worst=_worst(failed),
-            factor=factors[0] if factors and constant and not chance else None,
+            factor=None if factored is None else factored.factor,
             found=found,
-            advice=found.advice,
+            advice=found.advice + _factor_words(factored),
         )
 
     def _verification(
@@ -357,6 +358,21 @@ def _check_same_on_all_ranks(whole: OracleUpdate) -> None:
             f"the ranks were given different models or batches: their whole batches have loss sums "
             f"{[sums for sums, _ in seen]}; build both from the same seed on every rank"
         )
+
+
+def _factor_words(split: SplitResult | None) -> str:
+    """Say which number a factor is, where it is one that people know."""
+    if split is None or split.factor is None:
+        return ""
+    micro_batches = len(split.micro_batch_samples)
+    known = {"A": float(micro_batches), "1/A": 1.0 / micro_batches}
+    same = [
+        f" = {name}" for name, value in known.items() if math.isclose(split.factor, value, rel_tol=1e-6)
+    ]
+    return (
+        f" Over {micro_batches} micro-batches the gradient is {split.factor:.6g}{''.join(same[:1])} times "
+        f"the big batch's."
+    )
 
 
 def _worst(tried: Sequence[Tried]) -> ParameterError | None:

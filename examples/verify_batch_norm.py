@@ -1,0 +1,38 @@
+"""BatchNorm in training mode: each micro-batch has its own statistics. Cause ``batch_norm``.
+
+No accumulation can give BatchNorm the big batch; GroupNorm and LayerNorm do not need it.
+
+    wholebatch verify examples/verify_batch_norm.py:problem
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wholebatch.verify import verify_window
+
+Batch = dict[str, Tensor]
+Problem = tuple[nn.Module, Callable[[nn.Module, Batch], tuple[Tensor, int]], Batch]
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    logits = model(batch["features"])
+    return F.cross_entropy(logits, batch["classes"], reduction="sum"), len(batch["classes"])
+
+
+def problem() -> Problem:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+    batch = {"features": torch.randn(12, 5), "classes": torch.randint(0, 3, (12,))}
+    return model, loss_fn, batch
+
+
+if __name__ == "__main__":
+    verdict = verify_window(*problem())
+    print(f"equal: {verdict.equal}, cause: {verdict.cause}, factor: {verdict.factor}")
+    print(verdict.advice)
+    assert verdict.cause == "batch_norm"

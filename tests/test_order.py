@@ -151,6 +151,16 @@ def test_seeds_and_epochs_give_other_orders_and_stay_as_they_are() -> None:
         order.epoch_order(0)[0] = 1
 
 
+def test_one_epochs_order_is_held_and_no_more() -> None:
+    order = SampleOrder(num_samples=1000, global_batch_samples=10)
+    again = order.epoch_order(3)
+    assert order.epoch_order(3) is again
+    for epoch in range(5):
+        order.global_batch(1000 * epoch)
+    assert order.epoch_order(3) is not again
+    assert len(order._orders) == 1
+
+
 def test_all_orders_of_a_few_samples_come_equally_often() -> None:
     """Chi-square over the 24 orders of 4 samples; 49.7 is the 0.1% point at 23 degrees of freedom."""
     runs = 4800

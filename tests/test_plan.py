@@ -410,7 +410,7 @@ def test_replicas_that_leave_no_whole_expert_groups_are_refused() -> None:
 def test_too_few_micro_batches_for_the_stages_and_assumed_numbers_are_findings() -> None:
     plan = plan_batch(micro_batch_samples=1, pipeline_parallel=4)
     findings = {each["kind"]: each["message"] for each in plan_findings(plan)}
-    assert "1 micro-batches never fill 4 stages" in findings["fewer_micro_batches_than_stages"]
+    assert "1 micro-batch cannot fill 4 stages" in findings["fewer_micro_batches_than_stages"]
     assert "micro_batches_per_window was not given and does not follow: 1 is" in findings["assumed"]
     full = plan_batch(micro_batch_samples=1, micro_batches_per_window=4, replicas=1, pipeline_parallel=4)
     assert {each["kind"] for each in plan_findings(full)} == {"ranks_are_not_replicas", "pipeline_bubble"}

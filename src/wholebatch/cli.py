@@ -256,7 +256,7 @@ def verify(
     splits: Annotated[
         str | None, typer.Option(metavar="2+3,1+4", help="Micro-batch sizes; sampled if not given.")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Simulated replicas.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Processes that run the window together.")] = 1,
     seed: Annotated[int, typer.Option(help="Decides the sampled splits and random state.")] = 0,
     json_target: JsonTarget = None,
 ) -> int:

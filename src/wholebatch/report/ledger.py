@@ -88,7 +88,7 @@ def _pipeline_findings(plan: BatchPlan) -> Iterable[Finding]:
     if plan.layout.pipeline_schedule == "1f1b" and window < stages:
         yield _finding(
             "fewer_micro_batches_than_stages",
-            f"{window} micro-batches never fill {stages} stages, and torch's own 1F1B schedule refuses "
+            f"{_count(window, 'micro-batch', 'es')} cannot fill {stages} stages, and torch's own 1F1B schedule refuses "
             f"fewer micro-batches than stages",
         )
     if bubble is None:
@@ -333,8 +333,8 @@ def _factors(plan: BatchPlan) -> str:
     return f"{plan.micro_batch_samples} x {plan.micro_batches_per_window} x {plan.replicas}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def _count(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{ending}"
 
 
 def _percent(share: float) -> str:

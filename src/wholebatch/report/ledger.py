@@ -88,8 +88,8 @@ def _pipeline_findings(plan: BatchPlan) -> Iterable[Finding]:
     if plan.layout.pipeline_schedule == "1f1b" and window < stages:
         yield _finding(
             "fewer_micro_batches_than_stages",
-            f"{_count(window, 'micro-batch', 'es')} cannot fill {stages} stages, and torch's own 1F1B schedule refuses "
-            f"fewer micro-batches than stages",
+            f"{_count(window, 'micro-batch', 'es')} cannot fill {stages} stages, and torch's own 1F1B schedule "
+            f"refuses fewer micro-batches than stages",
         )
     if bubble is None:
         yield _finding(
@@ -113,7 +113,7 @@ def _tail_findings(epochs: EpochLedger) -> Iterable[Finding]:
     if plan.tail == "drop" and tail:
         yield _finding(
             "samples_dropped",
-            f"{_count(tail, 'sample')} of {epochs.dataset_samples} are left out of every epoch, "
+            f"every epoch leaves out {_count(tail, 'sample')} of {epochs.dataset_samples}, "
             f"{tail * epochs.epochs} in all",
         )
         return

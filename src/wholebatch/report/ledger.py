@@ -88,8 +88,8 @@ def _pipeline_findings(plan: BatchPlan) -> Iterable[Finding]:
     if plan.layout.pipeline_schedule == "1f1b" and window < stages:
         yield _finding(
             "fewer_micro_batches_than_stages",
-            f"{_count(window, 'micro-batch', 'es')} cannot fill {stages} stages, and torch's own 1F1B schedule "
-            f"refuses fewer micro-batches than stages",
+            f"{_count(window, 'micro-batch', 'es')} cannot fill {stages} stages, and torch's own 1F1B "
+            f"schedule refuses fewer micro-batches than stages",
         )
     if bubble is None:
         yield _finding(

@@ -54,6 +54,15 @@ class ParameterError:
         return self.ratio <= 1.0
 
 
+def as_wide(tensor: Tensor) -> Tensor:
+    """The tensor dense, without graph, in float64 (complex128 where it is complex).
+
+    Exactness: bit for bit; nothing is wider.
+    """
+    dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    return dense.detach().to(torch.complex128 if dense.is_complex() else torch.float64)
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """``u = eps / 2``: the largest relative error of one rounding in ``dtype``."""
     return torch.finfo(dtype).eps / 2
@@ -217,7 +226,7 @@ class NarrowingWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation, then compare what went in with what came out."""
         result = func(*args, **(kwargs or {}))
         # new_zeros, zeros_like and their kind take a float64 tensor for its shape only.
-        name = func.overloadpacket.__name__
+        name = getattr(func, "overloadpacket", func).__name__
         if not name.startswith("new_") and not name.endswith("_like"):
             self._note(args, result)
         return result
@@ -233,6 +242,42 @@ class NarrowingWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.narrowest = result.dtype
 
 
+class RoundingTremor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Moves the result of every operation by a relative ``size``, up or down by chance.
+
+    Rounding does the same at the size of u. What a gradient moves by under a tremor, over the tremor's
+    size, is how much the model amplifies rounding: about 1 for the networks that people train, 1e6 for
+    a LayerNorm over values with a large common offset, and more than can be judged for an exploding
+    recurrence. Forward and backward both have to run inside.
+
+    Args:
+        size: relative size of the tremor; far above u, far below 1.
+        seed: of the signs; the global generators are left alone.
+
+    Source: Monte Carlo arithmetic, Parker (1997); docs/exactness.md, "Models that amplify rounding".
+    """
+
+    def __init__(self, size: float, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._size = size
+        self._signs = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, then move what it computed; views and writes in place stay."""
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "is_view", False) or func._schema.is_mutable:
+            return result
+        if isinstance(result, (tuple, list)):
+            return type(result)(self._moved(part) for part in result)
+        return self._moved(result)
+
+    def _moved(self, result: Any) -> Any:
+        if not (isinstance(result, Tensor) and result.is_floating_point()):
+            return result
+        signs = torch.randint(0, 2, result.shape, generator=self._signs).to(result) * 2 - 1
+        return result * (1.0 + self._size * signs)
+
+
 def narrower_of(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     """The dtype with the larger unit roundoff."""
     return one if _narrower(one, other) else other
@@ -243,15 +288,10 @@ def _narrower(one: torch.dtype, other: torch.dtype) -> bool:
 
 
 def _difference(one: Tensor | None, other: Tensor | None) -> Tensor:
-    present = [_wide(tensor) for tensor in (one, other) if tensor is not None]
+    present = [as_wide(tensor) for tensor in (one, other) if tensor is not None]
     return present[0] - present[1] if len(present) == 2 else present[0]
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
-    return dense.detach().to(torch.complex128 if dense.is_complex() else torch.float64)
-
-
 def _largest(tensor: Tensor) -> float:
-    wide = _wide(tensor)
+    wide = as_wide(tensor)
     return float(wide.abs().max()) if wide.numel() else 0.0

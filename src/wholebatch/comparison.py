@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wholebatch.closeness import (
     ParameterError,
+    RoundingTremor,
     clipped_bound,
     distance,
     magnitude,
@@ -67,7 +68,7 @@ def try_split(problem: Problem, whole: OracleUpdate, sizes: tuple[int, ...]) -> 
         sizes=sizes, plain=plain, result=SplitResult(micro_batch_samples=sizes, equal=False, worst=None)
     )
     try:
-        tried.run = run_window(problem, parts, plain.num_items)
+        tried.run = _window(problem, parts, plain)
         errors = list(_compare(problem, whole, plain, tried.run, parts))
     except (UpdateError, JudgeError) as refusal:
         tried.count_mismatch = isinstance(refusal, CountMismatchError)
@@ -89,9 +90,59 @@ def try_split(problem: Problem, whole: OracleUpdate, sizes: tuple[int, ...]) -> 
     return tried
 
 
+# Tremors to try, the largest first: one is too large where the gradient answers with its own size.
+_TREMORS = (2.0**-26, 2.0**-36, 2.0**-46)
+_STILL_LINEAR = 0.01
+
+
+def amplification(problem: Problem, whole: OracleUpdate, scale: float) -> float:
+    """How many times more than its scale the whole batch's gradient moves under rounding; at least 1.
+
+    ``max(1, max|g' - g| / (tremor * scale))`` with g' computed under a
+    :class:`wholebatch.closeness.RoundingTremor`.
+
+    Args:
+        problem: what is judged.
+        whole: the oracle's update, not clipped.
+        scale: the total absolute gradient.
+
+    Returns:
+        A number without a unit, to multiply bounds by; the same on every rank.
+
+    Exactness: an estimate from one draw of signs.
+    """
+    found = 1.0
+    for tremor in _TREMORS:
+        with RoundingTremor(tremor, problem.seed):
+            moved = run_whole(problem).gradients
+        shift = max(distance(moved, whole.gradients).values())
+        found = max(1.0, shift / (tremor * scale)) if scale > 0.0 else 1.0
+        if shift <= _STILL_LINEAR * scale:
+            break
+    return max(gathered(found))
+
+
 def ratio_of(result: SplitResult) -> float:
     """The worst error of a split in units of its bound; infinite where the window refused."""
     return math.inf if result.worst is None else result.worst.ratio
+
+
+def _window(
+    problem: Problem,
+    parts: Sequence[Any],
+    plain: PlainSum,
+    *,
+    clipped: bool = False,
+    count_ahead: bool = False,
+) -> WindowRun:
+    return run_window(
+        problem,
+        parts,
+        plain.num_items,
+        clipped=clipped,
+        count_ahead=count_ahead,
+        find_unused_parameters=not plain.reaches_all,
+    )
 
 
 def _compare(
@@ -109,7 +160,7 @@ def _compare(
             largest=max(magnitude(whole.gradients).values()),
         )
         whole = run_whole(problem, clipped=True)
-        run = run_window(problem, parts, plain.num_items, clipped=True)
+        run = _window(problem, parts, plain, clipped=True)
         yield from _gradient_errors(run, whole, bound, quantity="clipped gradient")
     yield from _parameter_errors(problem, whole, run, bound)
 
@@ -187,7 +238,7 @@ def judge_rounding(problem: Problem, truth: OracleUpdate, tried: Tried) -> Round
     """
     parts = problem.cut(tried.sizes)
     whole = distance(run_whole(problem).gradients, truth.gradients)
-    run = run_window(problem, parts, tried.plain.num_items, count_ahead=True)
+    run = _window(problem, parts, tried.plain, count_ahead=True)
     window = distance(run.gradients, truth.gradients)
     worst = worst_first(_rounding_errors(problem, truth, window, whole, tried))[0]
     cured: bool | None = None

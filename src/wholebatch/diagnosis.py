@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wholebatch.closeness import distance
+from wholebatch.closeness import as_wide, distance
 from wholebatch.oracle import OracleUpdate, private_copy
 from wholebatch.plain import PlainSum, plain_sum
 from wholebatch.trial import Problem, run_whole, terms_of
@@ -98,17 +98,27 @@ class Diagnosis:
     ruled_out: tuple[str, ...] = ()
 
 
-def is_random(problem: Problem, *, model: nn.Module | None = None) -> bool:
+_NOT_REPEATABLE = (
+    "Two forwards of the same model and batch under the same random state differ: loss_fn or the model "
+    "draws from a generator of its own, or keeps state outside the model's parameters and buffers. Nothing "
+    "can be replayed; draw from torch's global generator, or keep the state in a buffer."
+)
+
+
+def is_random(
+    problem: Problem, *, model: nn.Module | None = None, seeds: tuple[int, int] | None = None
+) -> bool:
     """Whether the whole batch's loss or items depend on the random state.
 
     Args:
         problem: what is judged.
         model: another model than the problem's, for an experiment.
+        seeds: of two runs; different ones by default.
 
     Returns:
-        True if two seeds give values that rounding does not explain.
+        True if the two runs give values that rounding does not explain.
     """
-    seeds = (problem.seed, problem.seed + 7919)
+    seeds = (problem.seed, problem.seed + 7919) if seeds is None else seeds
     one, other = (terms_of(problem, problem.whole, model=model, seed=seed) for seed in seeds)
     margin = problem.margin(1)
     return any(not _same(a, b, margin, abs(a)) for k in one for a, b in zip(one[k], other[k], strict=True))
@@ -130,14 +140,13 @@ def factor_of(split: Mapping[str, Tensor], whole: Mapping[str, Tensor], toleranc
 
     Exactness: rounding of two sums in float64.
     """
-    dot = sum(
-        float((split[name].double() * g.double()).sum()) for name, g in whole.items() if name in split
-    )
-    square = sum(float(g.double().square().sum()) for g in whole.values())
+    pairs = [(as_wide(split[name]), as_wide(g)) for name, g in whole.items() if name in split]
+    dot = sum(float((one * other.conj()).real.sum()) for one, other in pairs)
+    square = sum(float(as_wide(gradient).abs().square().sum()) for gradient in whole.values())
     if not (square > 0.0 and math.isfinite(dot) and math.isfinite(square)):
         return None
     factor = dot / square
-    left = distance(split, {name: factor * gradient for name, gradient in whole.items()})
+    left = distance(split, {name: factor * as_wide(gradient) for name, gradient in whole.items()})
     return factor if max(left.values()) <= max(1.0, abs(factor)) * tolerance else None
 
 
@@ -193,6 +202,8 @@ def _diagnose_random(
 ) -> Diagnosis:
     """Dropout, unless something else is wrong too once eval mode silences it."""
     found = Diagnosis(cause="dropout", advice=ADVICE["dropout"], equal_when_replayed=replayed())
+    if is_random(problem, seeds=(problem.seed, problem.seed)):
+        return replace(found, cause="unknown", advice=_NOT_REPEATABLE, ruled_out=("global random state",))
     silent = private_copy(problem.model, None).eval()
     if is_random(problem, model=silent):
         return replace(found, ruled_out=("randomness that eval mode switches off",))

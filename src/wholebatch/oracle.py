@@ -257,11 +257,12 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def gradients_by_name(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """A copy of each gradient that is present.
+    """A dense copy of each gradient that is present.
 
     Exactness: bit for bit.
     """
-    return {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
+    present = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
+    return {name: g.to_dense() if g.is_sparse else g.clone() for name, g in present.items()}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.closeness import magnitude
+from wholebatch.closeness import as_wide, magnitude
 from wholebatch.oracle import batch_in, loss_terms, private_copy, trainable
 from wholebatch.replay import BufferKeeper, RandomState
 from wholebatch.trial import Problem, seeded
@@ -29,6 +29,7 @@ class PlainSum:
         loss_sums: by micro-batch, then term.
         num_items: by micro-batch, then term.
         moved_buffers: names of buffers that the forwards wrote.
+        reaches_all: whether every micro-batch reached every trainable parameter.
     """
 
     gradients: dict[str, Tensor]
@@ -36,6 +37,7 @@ class PlainSum:
     loss_sums: list[dict[str, float]]
     num_items: list[dict[str, float]]
     moved_buffers: tuple[str, ...]
+    reaches_all: bool
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,7 +49,7 @@ class _Tally:
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
         for name, gradient in gradients.items():
-            wide = gradient.detach().to(torch.complex128 if gradient.is_complex() else torch.float64)
+            wide = as_wide(gradient)
             known = self.gradients.get(name)
             self.gradients[name] = wide if known is None else known + wide
         for name, size in magnitude(gradients).items():
@@ -96,6 +98,7 @@ def plain_sum(
         tallies: dict[str, _Tally] = {}
         loss_sums: list[dict[str, float]] = []
         num_items: list[dict[str, float]] = []
+        reaches_all = True
         for index, part in enumerate(parts):
             if states is not None:
                 states[index].restore()
@@ -105,9 +108,13 @@ def plain_sum(
             moved |= dict.fromkeys(buffers.moved())
             loss_sums.append({name: float(loss_sum.detach()) for name, (loss_sum, _) in terms.items()})
             num_items.append({name: items for name, (_, items) in terms.items()})
+            reached: set[str] = set()
             for name, (loss_sum, _) in terms.items():
                 share = 1.0 if ahead is None else ahead[name]
-                tallies.setdefault(name, _Tally()).add(_gradients(share * loss_sum, parameters))
+                gradients = _gradients(share * loss_sum, parameters)
+                tallies.setdefault(name, _Tally()).add(gradients)
+                reached |= set(gradients)
+            reaches_all = reaches_all and reached == set(parameters)
     weights = _weights(problem, num_items) if ahead is None else dict.fromkeys(ahead, 1.0)
     return PlainSum(
         gradients=_weighted_gradients(tallies, weights),
@@ -115,6 +122,7 @@ def plain_sum(
         loss_sums=loss_sums,
         num_items=num_items,
         moved_buffers=tuple(moved),
+        reaches_all=reaches_all,
     )
 
 

@@ -64,6 +64,8 @@ class Problem:
         seed: where random state starts in each run.
         dtype: what the runs compute in: float64, or ``None`` for the model as it is.
         judged_in: the narrowest dtype that the forward goes through.
+        amplification: how many times more than the scale the gradient moves under rounding; 1 unless
+            measured.
     """
 
     model: nn.Module
@@ -77,12 +79,14 @@ class Problem:
     seed: int = 0
     dtype: torch.dtype | None = torch.float64
     judged_in: torch.dtype = torch.float64
+    amplification: float = 1.0
 
     def margin(self, num_micro_batches: int) -> float:
         """Relative difference that rounding explains, to be multiplied by the scale."""
         matrices = sum(parameter.dim() >= 2 for parameter in self.model.parameters())
         terms = reduction_terms(self.model, largest_tensor_elements(self.whole))
-        return equality_margin(terms, self.judged_in, num_roundings=2 * matrices + num_micro_batches)
+        roundings = 2 * matrices + num_micro_batches
+        return self.amplification * equality_margin(terms, self.judged_in, num_roundings=roundings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,6 +282,7 @@ def run_window(
     *,
     clipped: bool = False,
     count_ahead: bool = False,
+    find_unused_parameters: bool = False,
 ) -> WindowRun:
     """One update by the real :class:`UpdateWindow` over ``parts``, on a copy of the model.
 
@@ -290,6 +295,7 @@ def run_window(
         num_items: N of each of them by term, for a window over several terms without an objective.
         clipped: clip as the problem says; else not at all.
         count_ahead: give the window these numbers of items, where the problem has no objective.
+        find_unused_parameters: as DDP has it, for micro-batches that do not reach every parameter.
 
     Returns:
         Gradients as the optimizer got them, parameters after its step, and the record.
@@ -312,8 +318,11 @@ def run_window(
         )
         states: list[RandomState] = []
         mine = [batch_in(part, problem.dtype) for part in parts[rank::ranks]]
+        wrapped: nn.Module = copied
+        if ranks > 1:
+            wrapped = DistributedDataParallel(copied, find_unused_parameters=find_unused_parameters)
         window = UpdateWindow(
-            DistributedDataParallel(copied) if ranks > 1 else copied,
+            wrapped,
             optimizer,
             _window_objective(problem, mine, num_items[rank::ranks], count_ahead=count_ahead),
             clip_grad_norm=problem.clip_grad_norm if clipped else None,

@@ -8,9 +8,7 @@ float32 sum explain. Where either fails, :mod:`wholebatch.diagnosis` finds out w
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,11 +18,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.closeness import ParameterError, magnitude, worst_first
-from wholebatch.comparison import Tried, equal_when_replayed, judge_rounding, ratio_of, try_split
+from wholebatch.comparison import (
+    Tried,
+    amplification,
+    equal_when_replayed,
+    judge_rounding,
+    ratio_of,
+    try_split,
+)
+from wholebatch.cuts import checked_splits, cutter, sampled_splits
 from wholebatch.diagnosis import ADVICE, Diagnosis, diagnose, is_random
-from wholebatch.errors import JudgeError, SplitError, UsageError, WholebatchError
+from wholebatch.errors import JudgeError, UsageError, WholebatchError
 from wholebatch.oracle import LossFunction, MakeOptimizer, OracleUpdate, no_trainable, trainable
-from wholebatch.split import num_samples, split_batch
 from wholebatch.trial import (
     Problem,
     caller_untouched,
@@ -37,8 +42,6 @@ from wholebatch.trial import (
 )
 from wholebatch.verification import Rounding, SplitResult, Verification
 
-# Sampled splits stop at so many micro-batches: more of the same show nothing new and take long.
-_MOST_MICRO_BATCHES = 16
 # A bound wider than this share of the gradient would excuse a wrong denominator.
 _WIDEST_MARGIN = 0.25
 
@@ -96,7 +99,7 @@ def verify_window(
     with caller_untouched(model):
         _check_model(model)
         _check_ranks(ranks)
-        cut, whole, samples = _cutter(batch, collate)
+        cut, whole, samples = cutter(batch, collate)
         problem = Problem(
             model=model,
             loss_fn=loss_fn,
@@ -108,57 +111,13 @@ def verify_window(
             objective=objective,
             seed=seed,
         )
-        chosen = _checked_splits(splits, samples) if splits is not None else sampled_splits(samples, seed)
-        return _Judge(samples=samples, given=splits is not None).judge(problem, chosen)
-
-
-def sampled_splits(samples: int, seed: int) -> list[tuple[int, ...]]:
-    """A few splits of a batch: single samples, halves, unequal ones; at most 16 micro-batches each.
-
-    Args:
-        samples: samples of the whole batch, 2 or more.
-        seed: for the unequal ones.
-
-    Returns:
-        Different lists of sizes in samples, with at least as many micro-batches as ranks.
-    """
-    _, ranks = group_rank_and_size()
-    if samples < max(2, ranks):
-        raise JudgeError(
-            f"a batch of {samples} sample(s) can't be split over {ranks} rank(s) into two micro-batches or "
-            f"more; give verify at least {max(2, ranks)} samples"
+        running = group_rank_and_size()[1]
+        chosen = (
+            sampled_splits(samples, seed, ranks=running)
+            if splits is None
+            else checked_splits(splits, samples, ranks=running)
         )
-    draw = random.Random(seed)
-    finest = min(samples, _MOST_MICRO_BATCHES)
-    counts = {finest, max(2, ranks), min(finest, ranks + 1 if ranks > 1 else 3)}
-    found = {_even(samples, count): None for count in sorted(counts, reverse=True)}
-    for count in sorted(counts):
-        edges = sorted(draw.sample(range(1, samples), count - 1))
-        found[tuple(b - a for a, b in zip([0, *edges], [*edges, samples], strict=True))] = None
-    return list(found)
-
-
-def _even(samples: int, count: int) -> tuple[int, ...]:
-    low, longer = divmod(samples, count)
-    return (low + 1,) * longer + (low,) * (count - longer)
-
-
-def _checked_splits(splits: Sequence[Sequence[int]], samples: int) -> list[tuple[int, ...]]:
-    _, ranks = group_rank_and_size()
-    if not splits:
-        raise SplitError("splits=[] tries nothing; give lists of micro-batch sizes, or None to sample some")
-    for sizes in splits:
-        whole_numbers = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
-        if not whole_numbers or min(sizes, default=0) < 1 or sum(sizes) != samples:
-            raise SplitError(
-                f"micro-batches of {list(sizes)} samples do not make the batch of {samples}; give whole "
-                f"numbers, at least 1, that add up to {samples}"
-            )
-        if len(sizes) < ranks:
-            raise SplitError(
-                f"{list(sizes)} has {len(sizes)} micro-batch(es) for {ranks} ranks; give each rank one"
-            )
-    return [tuple(sizes) for sizes in splits]
+        return _Judge(samples=samples, given=splits is not None).judge(problem, chosen)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -182,27 +141,6 @@ def _check_ranks(ranks: int | None) -> None:
         )
 
 
-Cut = Callable[[Sequence[int]], list[Any]]
-
-
-def _cutter(batch: Any, collate: Callable[[list[Any]], Any] | None) -> tuple[Cut, Any, int]:
-    """How to cut the batch, the whole batch, and its number of samples."""
-    if collate is None:
-        return lambda sizes: split_batch(batch, sizes), batch, num_samples(batch)
-    if not isinstance(batch, Sequence) or isinstance(batch, str | bytes) or not batch:
-        raise SplitError(
-            f"collate was given, so batch has to be a list of samples, at least one; got a "
-            f"{type(batch).__name__}"
-        )
-    samples = list(batch)
-
-    def cut(sizes: Sequence[int]) -> list[Any]:
-        ends = list(itertools.accumulate(sizes))
-        return [collate(samples[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-
-    return cut, collate(samples), len(samples)
-
-
 @dataclass(kw_only=True, slots=True)
 class _Judge:
     """Runs the splits of one problem and puts the verdict together."""
@@ -214,23 +152,34 @@ class _Judge:
     def judge(self, problem: Problem, splits: Sequence[tuple[int, ...]]) -> Verification:
         problem, notes = in_widest_dtype(problem)
         self.notes += notes
-        margin = problem.margin(max(map(len, splits)))
-        if margin >= _WIDEST_MARGIN:
-            raise JudgeError(
-                f"rounding of {dtype_name(problem.judged_in)} alone explains differences of {margin:.0%} "
-                f"of the gradient here, so nothing can be told; give a smaller batch, or a model that "
-                f"runs in float64"
-            )
         whole = run_whole(problem)
         _check_whole(whole)
         _check_same_on_all_ranks(whole)
+        _check_margin(problem, splits)
         chance = any(gathered(is_random(problem)))
-        tried = [one for sizes in splits if (one := self._try(problem, whole, sizes)) is not None]
-        if not tried:
-            raise JudgeError(f"no split could be run: {'; '.join(self.notes)}")
+        tried = self._try_all(problem, whole, splits)
+        if not chance and not all(one.result.equal for one in tried):
+            # Before anything is called different: does this model amplify rounding?
+            scale = max(one.plain.scale for one in tried)
+            problem = replace(problem, amplification=amplification(problem, whole, scale))
+            _check_margin(problem, splits)
+            tried = self._try_all(problem, whole, splits)
+            if all(one.result.equal for one in tried):
+                self.notes.append(
+                    f"this model amplifies rounding {problem.amplification:.1e} times (measured); the "
+                    f"bounds allow for it"
+                )
         if chance or not all(one.result.equal for one in tried):
             return self._unequal(problem, whole, tried, chance)
         return self._equal(problem, whole, tried)
+
+    def _try_all(
+        self, problem: Problem, whole: OracleUpdate, splits: Sequence[tuple[int, ...]]
+    ) -> list[Tried]:
+        tried = [one for sizes in splits if (one := self._try(problem, whole, sizes)) is not None]
+        if not tried:
+            raise JudgeError(f"no split could be run: {'; '.join(self.notes)}")
+        return tried
 
     def _try(self, problem: Problem, whole: OracleUpdate, sizes: tuple[int, ...]) -> Tried | None:
         """Run one split, or note why it can't be run."""
@@ -240,7 +189,8 @@ class _Judge:
             message = f"micro-batches of {list(sizes)} samples fail with {type(error).__name__}: {error}"
             if self.given:
                 raise JudgeError(message) from error
-            self.notes.append(message)
+            if message not in self.notes:
+                self.notes.append(message)
             return None
 
     def _equal(self, problem: Problem, whole: OracleUpdate, tried: Sequence[Tried]) -> Verification:
@@ -349,6 +299,19 @@ def _check_whole(whole: OracleUpdate) -> None:
             "every gradient of the whole batch is exactly zero, so any split of it is too; give a batch "
             "from which something is learned"
         )
+
+
+def _check_margin(problem: Problem, splits: Sequence[tuple[int, ...]]) -> None:
+    margin = problem.margin(max(map(len, splits)))
+    if margin < _WIDEST_MARGIN:
+        return
+    times = problem.amplification
+    amplified = f", amplified {times:.1e} times by this model," if times > 1.0 else ""
+    raise JudgeError(
+        f"rounding of {dtype_name(problem.judged_in)}{amplified} explains differences of {margin:.1g} "
+        f"times the gradient, so nothing can be told; give a smaller batch or a milder model (smaller "
+        f"weights, shorter recurrences), or one that runs in float64"
+    )
 
 
 def _check_same_on_all_ranks(whole: OracleUpdate) -> None:

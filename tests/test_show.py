@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
         precision="float32",
         seeds={"data": 7},
         dataset={"name": "topics [all]", "train_samples": 3147},
-        proof={"equal": True, "error": 1.5e-9},
+        proof={"equal": True, "cause": None, "error": 1.5e-9},
     )
     with RunLog(tmp_path / "run", header) as log:
         for update in range(1, 7):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 from ranks import run_ranks
 from wholebatch.errors import RecordError
+from wholebatch.train.command import yield_idle_cores
 from wholebatch.train.job import run_job
 from wholebatch.train.parts import build_job
 from wholebatch.train.world import World, join_world, threads_per_rank
@@ -67,3 +70,22 @@ def test_cores_are_shared_and_nobody_gets_none(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_world_is_on_the_cpu_unless_told() -> None:
     assert World().device == torch.device("cpu")
+
+
+def test_waiting_threads_sleep_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that it is put back as it was found
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    yield_idle_cores()
+    assert "OMP_WAIT_POLICY" not in os.environ, "torch is loaded, so it would have no effect"
+    monkeypatch.delitem(sys.modules, "torch")
+    yield_idle_cores()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    yield_idle_cores()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_the_command_is_read_without_torch() -> None:
+    """Else the setting would come too late."""
+    code = "import sys, wholebatch.train.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

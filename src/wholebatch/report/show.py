@@ -264,7 +264,8 @@ def _peak_memory(records: Sequence[UpdateRecord]) -> int | None:
 
 
 def _joined(facts: dict[str, Any]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {_value(value)}" for name, value in facts.items())
+    known = {name: value for name, value in facts.items() if value is not None}
+    return ", ".join(f"{name.replace('_', ' ')} {_value(value)}" for name, value in known.items())
 
 
 def _value(value: Any) -> str:

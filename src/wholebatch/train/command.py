@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 
@@ -13,9 +14,6 @@ from wholebatch.report.output import text_stream, write_json
 from wholebatch.report.show import run_summary
 from wholebatch.train.config import load_config
 from wholebatch.train.display import choose_display
-from wholebatch.train.job import run_job
-from wholebatch.train.parts import build_job
-from wholebatch.train.world import join_world
 
 
 def train(
@@ -42,6 +40,11 @@ def train(
     """
     folder = None if run_dir is None else str(run_dir)
     settings = load_config(config, folder=folder, num_updates=updates)
+    yield_idle_cores()
+    from wholebatch.train.job import run_job
+    from wholebatch.train.parts import build_job
+    from wholebatch.train.world import join_world
+
     with join_world() as world:
         # The other ranks do all that the leading one does, and show it to nobody.
         console = Console(file=text_stream(json_target) if world.leads else io.StringIO())
@@ -55,6 +58,17 @@ def train(
         if world.leads:
             _write_summary(result.folder, result.exit_code, json_target)
         return result.exit_code
+
+
+def yield_idle_cores() -> None:
+    """Let torch's threads sleep while they wait for each other, unless the user chose otherwise.
+
+    By default they spin, which is a little faster on an idle machine and up to 15 times slower on a
+    busy one (measured: 19,000 against 1,000 items/s), where a spinning thread keeps the one that it
+    waits for off its core. OpenMP reads the setting when torch is loaded; later it has no effect.
+    """
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _write_summary(folder: Path | None, exit_code: int, json_target: str | None) -> None:

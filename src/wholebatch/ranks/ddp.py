@@ -9,6 +9,10 @@ Facts of DDP that this file rests on (read in torch 2.13 and tested against it):
 * With that switch on, the next forward broadcasts the buffers of rank 0. A collective in a forward
   would leave ranks waiting whose forward failed, so the window keeps it off and shares the buffers
   itself, once, when all ranks have agreed to commit.
+* A synchronised forward arms the reducer. If its backward never comes, the reducer stays armed and
+  would reduce in the next backward, held back or not; so an update that ends in between disarms it.
+* The first forward after the first synchronised backward rebuilds the buckets, which is a collective
+  too. The window has it done right after that backward, so that no forward waits for another rank.
 * A parameter that the synchronised backward did not reach leaves the reduction unfinished without
   an error until the next forward. The reducer says so when asked.
 * ``static_graph=True`` learns the graph in its first backward, which must be synchronised.
@@ -81,6 +85,7 @@ class DDPRanks(Ranks):
         self._before: list[tuple[int, int]] = []
         self._refuse_modes()
         self._host_group = _host_group(self._group)
+        model.reducer._rebuild_buckets()  # pending where the model was trained before
 
     def total(self, vector: Sequence[float]) -> _Total:
         sums = torch.tensor(vector, dtype=torch.float64)
@@ -143,6 +148,7 @@ class DDPRanks(Ranks):
         super().backward(loss)
         self.reductions += 1
         self._check_reduced()
+        self._model.reducer._rebuild_buckets()
         self.warming_up = False
 
     def complete_reduction(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -161,6 +167,7 @@ class DDPRanks(Ranks):
     def end(self) -> None:
         model = self._model
         model.require_backward_grad_sync, model.require_forward_param_sync = self._found
+        model.reducer._reset_state()
 
     # What can't be run exactly -------------------------------------------------------------------
 

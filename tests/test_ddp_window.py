@@ -1,0 +1,375 @@
+"""The window over DistributedDataParallel: one reduction, its evidence, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from problems import Case, assert_equal_updates, loss_with, observed, oracle
+from ranks import run_ranks
+from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
+from wholebatch.losses import next_token_loss
+from wholebatch.plan import plan_batch
+from wholebatch.window import UpdateWindow
+
+CASE = Case(counts=[[[5, 2], [3], [0, 4, 1]], [[1, 1], [5], [4, 3, 2]]], clip_grad_norm=0.5)
+UNEVEN = Case(counts=[[[5, 2], [3], [0, 4, 1]], [[4]]], clip_grad_norm=0.5)
+ONE_EMPTY = Case(counts=[[[5, 2], [3]], []], clip_grad_norm=0.5)
+Caught = tuple[str, str]
+
+pytestmark = pytest.mark.slow
+
+
+def caught(act: Callable[[], Any]) -> Caught:
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+# Exactness under every way to wrap ----------------------------------------------------------------
+
+WRAPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bucket_view": {"gradient_as_bucket_view": True},
+    "small_buckets": {"bucket_cap_mb": 0.0001},
+    "find_unused": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+}
+
+
+def run_wraps(rank: int, n: int) -> dict[tuple[str, str, str], Any]:
+    found = {}
+    for name, options in WRAPS.items():
+        for reduce in ("overlapped", "after_agreement"):
+            if name == "static_graph" and reduce == "after_agreement":
+                continue
+            for kind, case in (("even", CASE), ("uneven", UNEVEN), ("one_empty", ONE_EMPTY)):
+                if name == "static_graph" and kind != "even":
+                    continue
+                found[name, reduce, kind] = observed(
+                    case,
+                    rank=rank,
+                    wrap=lambda model, options=options: DistributedDataParallel(model, **options),
+                    reduce=reduce,
+                )
+    assert n == 2
+    return found
+
+
+def test_every_wrapping_and_every_distribution_is_exact() -> None:
+    by_rank = run_ranks(run_wraps, 2)
+    truths = {"even": oracle(CASE), "uneven": oracle(UNEVEN), "one_empty": oracle(ONE_EMPTY)}
+    assert len(by_rank[0]) == 4 * 2 * 3 + 1
+    for found in by_rank:
+        for (name, _, kind), update in found.items():
+            assert_equal_updates(update, truths[kind], tolerance=1e-13)
+            # a static graph learns in its first backward, which must be reduced too
+            assert update.record.reductions == (2 if name == "static_graph" else 1)
+
+
+def run_several_updates(rank: int, n: int) -> tuple[list[int], list[Tensor]]:
+    model = CASE.model()
+    ddp = DistributedDataParallel(model, static_graph=True)
+    objective = next_token_loss()
+    window = UpdateWindow(ddp, torch.optim.SGD(model.parameters(), lr=0.3), objective)
+    counts = [window.run(CASE.batches()[rank], loss_with(objective)).reductions for _ in range(n + 1)]
+    return counts, [p.detach() for p in model.parameters()]
+
+
+def test_a_static_graph_reduces_once_after_its_first_update() -> None:
+    both = run_ranks(run_several_updates, 2)
+    assert [counts for counts, _ in both] == [[2, 1, 1]] * 2
+    model = CASE.model()
+    objective = next_token_loss()
+    window = UpdateWindow(model, torch.optim.SGD(model.parameters(), lr=0.3), objective)
+    for _ in range(3):
+        window.run([batch for rank in CASE.batches() for batch in rank], loss_with(objective))
+    for a, b in zip(both[0][1], model.parameters(), strict=True):
+        assert (a - b).abs().max() < 1e-13
+
+
+# Parameters that only some micro-batches use ------------------------------------------------------
+
+
+class TwoRoads(nn.Module):
+    """Adds a second layer only where the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always = nn.Linear(3, 1, dtype=torch.float64)
+        self.sometimes = nn.Linear(3, 1, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor, use: bool) -> Tensor:
+        return self.always(inputs) + (self.sometimes(inputs) if use else 0)
+
+
+def two_roads(rank: int, order: list[bool], options: dict[str, Any], reduce: str) -> list[Tensor]:
+    model = TwoRoads()
+    ddp = DistributedDataParallel(model, **options)
+    window = UpdateWindow(ddp, torch.optim.SGD(model.parameters(), lr=1.0), reduce=reduce)
+    inputs = torch.arange(18, dtype=torch.float64).reshape(2, 3, 3)[rank] / 18
+    batches = [(row.unsqueeze(0), use) for row, use in zip(inputs, order, strict=True)]
+    window.run(batches, lambda m, b: (m(*b).square().sum(), 1))
+    return [p.detach() for p in model.parameters()]
+
+
+def run_two_roads(rank: int, n: int) -> dict[str, Any]:
+    last_unused, one_rank_only = [True, True, False], [[False, False, True], [False] * 3][rank]
+    found: dict[str, Any] = {
+        "unused_last": two_roads(rank, last_unused, {"find_unused_parameters": True}, "overlapped"),
+        "after": two_roads(rank, last_unused, {}, "after_agreement"),
+        "one_rank": two_roads(rank, one_rank_only, {"find_unused_parameters": True}, "overlapped"),
+        "one_rank_after": two_roads(rank, one_rank_only, {}, "after_agreement"),
+    }
+    # last, because nothing can be reduced with this model afterwards
+    found["refused"] = caught(lambda: two_roads(rank, last_unused, {}, "overlapped"))
+    assert n == 2
+    return found
+
+
+def test_parameters_that_the_last_micro_batch_does_not_use() -> None:
+    by_rank = run_ranks(run_two_roads, 2)
+    inputs = torch.arange(18, dtype=torch.float64).reshape(2, 3, 3) / 18
+
+    def truth(orders: list[list[bool]]) -> list[Tensor]:
+        model = TwoRoads()
+        total = sum(
+            model(inputs[rank][j : j + 1], use).square().sum()
+            for rank, order in enumerate(orders)
+            for j, use in enumerate(order)
+        )
+        (total / 6).backward()
+        return [p.detach() - p.grad for p in model.parameters()]
+
+    last_unused = truth([[True, True, False]] * 2)
+    one_rank = truth([[False, False, True], [False] * 3])
+    for found in by_rank:
+        for name, expected in [
+            ("unused_last", last_unused),
+            ("after", last_unused),
+            ("one_rank", one_rank),
+            ("one_rank_after", one_rank),
+        ]:
+            for a, b in zip(found[name], expected, strict=True):
+                assert (a - b).abs().max() < 1e-15, name
+        kind, message = found["refused"]
+        assert kind == "PoisonedWindowError"
+        assert "did not use sometimes.weight, sometimes.bias" in message
+        assert "DDP(find_unused_parameters=True)" in message
+
+
+# Communication hooks and counting -----------------------------------------------------------------
+
+
+def counting_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations as objects
+    """Averages, and counts how often it is called."""
+    state.append(bucket.index())
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def sum_hook(_, bucket):  # type: ignore[no-untyped-def]
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def run_hooks(rank: int, n: int) -> dict[str, Any]:
+    def with_hook(state: Any, hook: Any) -> Callable[[nn.Module], nn.Module]:
+        def wrap(model: nn.Module) -> nn.Module:
+            ddp = DistributedDataParallel(model)
+            ddp.register_comm_hook(state, hook)
+            return ddp
+
+        return wrap
+
+    calls: list[int] = []
+    found = {
+        "counted": observed(CASE, rank=rank, wrap=with_hook(calls, counting_hook), reduction_divisor=n),
+        "sum": observed(CASE, rank=rank, wrap=with_hook(None, sum_hook), reduction_divisor=1),
+        "known": observed(CASE, rank=rank, wrap=with_hook(None, default_hooks.allreduce_hook)),
+        "fp16": observed(CASE, rank=rank, wrap=with_hook(None, default_hooks.fp16_compress_hook)),
+        "after": observed(CASE, rank=rank, wrap=with_hook(None, sum_hook), reduce="after_agreement"),
+        "refused": caught(lambda: observed(CASE, rank=rank, wrap=with_hook(None, sum_hook))),
+    }
+    found["calls"] = len(calls)
+    return found
+
+
+def test_communication_hooks_are_known_declared_or_refused() -> None:
+    truth = oracle(CASE)
+    for found in run_ranks(run_hooks, 2):
+        for name in ("counted", "sum", "known", "after"):
+            assert_equal_updates(found[name], truth, tolerance=1e-13)
+        assert_equal_updates(found["fp16"], truth, tolerance=2e-3)
+        assert found["calls"] == 1, "three micro-batches, one bucket, one reduction"
+        kind, message = found["refused"]
+        assert kind == "UnsupportedError"
+        assert "communication hook sum_hook" in message
+        assert "2 times too large" in message
+        assert "reduction_divisor=1 for a sum" in message
+
+
+# Refusals and evidence ----------------------------------------------------------------------------
+
+
+def run_refusals(rank: int, n: int) -> dict[str, Caught]:
+    assert n == 2
+    objective = next_token_loss()
+    inner = CASE.model()
+    ddp = DistributedDataParallel(inner)
+    window = UpdateWindow(ddp, torch.optim.SGD(inner.parameters(), lr=0.1), objective)
+    batches = CASE.batches()[rank]
+
+    def without_sync(_: nn.Module, batch: dict[str, Tensor]) -> Any:
+        with ddp.no_sync():
+            return objective(ddp(batch["input_ids"]), batch)
+
+    other = nn.Linear(1, 1)
+    static = DistributedDataParallel(CASE.model(), static_graph=True)
+    uneven = UpdateWindow(static, torch.optim.SGD(static.parameters(), lr=0.1), objective)
+    found = {
+        "module": caught(lambda: window.run(batches, lambda _, b: objective(inner(b["input_ids"]), b))),
+        "no_sync": caught(lambda: window.run(batches, without_sync)),
+        "plain": caught(lambda: UpdateWindow(inner, torch.optim.SGD(inner.parameters(), lr=0.1))),
+        "outside": caught(lambda: UpdateWindow(ddp, torch.optim.SGD(other.parameters(), lr=0.1))),
+        "nested": caught(
+            lambda: UpdateWindow(nn.Sequential(ddp), torch.optim.SGD(inner.parameters(), lr=0.1))
+        ),
+        "static": caught(
+            lambda: UpdateWindow(
+                static, torch.optim.SGD(static.parameters(), lr=0.1), reduce="after_agreement"
+            )
+        ),
+        "static_uneven": caught(lambda: uneven.run(UNEVEN.batches()[rank], loss_with(objective))),
+        "group": caught(
+            lambda: UpdateWindow(
+                ddp, torch.optim.SGD(inner.parameters(), lr=0.1), process_group=dist.new_group([0, 1])
+            )
+        ),
+        "plan": caught(
+            lambda: UpdateWindow(
+                ddp,
+                torch.optim.SGD(inner.parameters(), lr=0.1),
+                plan=plan_batch(global_batch_samples=12, micro_batch_samples=3, ranks=4),
+            )
+        ),
+        "nobody": caught(lambda: window.run([], loss_with(objective))),
+        # and after all of these the same window still works
+        "works": caught(lambda: window.run(batches, loss_with(objective))),
+    }
+    sparse = nn.Embedding(7, 7, sparse=True, dtype=torch.float64)
+    over_sparse = UpdateWindow(
+        DistributedDataParallel(sparse),
+        torch.optim.SGD(sparse.parameters(), lr=0.1),
+        objective,
+        reduce="after_agreement",
+    )
+    found["sparse"] = caught(lambda: over_sparse.run(batches, loss_with(objective)))
+    return found
+
+
+def test_what_could_not_be_exact_is_refused_by_name() -> None:
+    expected = {
+        "module": ("WindowUsageError", "did not run through the DDP model"),
+        "no_sync": ("WindowUsageError", "leave no_sync to the window"),
+        "plain": ("UnsupportedError", "2 ranks are running and the model is a plain TinyLanguageModel"),
+        "outside": ("UnsupportedError", "2 of the optimizer's 2 parameters are not in the DDP model"),
+        "nested": ("UnsupportedError", "0 inside the model is a DistributedDataParallel"),
+        "static": ("UnsupportedError", "needs a synchronised first backward"),
+        "static_uneven": ("UnsupportedError", "the ranks have different numbers of micro-batches"),
+        "group": ("UnsupportedError", "give both the same group"),
+        "plan": ("WindowUsageError", "the plan has 4 replicas and 2 are running"),
+        "nobody": ("WindowUsageError", "at least one micro-batch on some rank"),
+        "works": ("nothing", ""),
+        "sparse": ("PoisonedWindowError", "has a sparse gradient"),
+    }
+    assert {UnsupportedError, WindowUsageError, PoisonedWindowError}
+    for found in run_ranks(run_refusals, 2):
+        assert set(found) == set(expected)
+        for name, (kind, message) in expected.items():
+            assert found[name][0] == kind, (name, found[name])
+            assert message in found[name][1], (name, found[name])
+
+
+def run_switches(rank: int, n: int) -> list[tuple[bool, bool]]:
+    """DDP's switches after a commit and after an exception, from an odd state."""
+    assert n == 2
+    model = CASE.model()
+    ddp = DistributedDataParallel(model)
+    objective = next_token_loss()
+    window = UpdateWindow(ddp, torch.optim.SGD(model.parameters(), lr=0.1), objective)
+    found = []
+    for odd in (False, True):
+        for fails in (False, True):
+            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = odd, not odd
+
+            def loss(model: nn.Module, batch: Any, fails: bool = fails) -> Any:
+                if fails and len(batch["input_ids"]) == 3:
+                    raise RuntimeError("here")
+                return objective(model(batch["input_ids"]), batch)
+
+            caught(lambda loss=loss: window.run(CASE.batches()[rank], loss))
+            found.append((ddp.require_backward_grad_sync, ddp.require_forward_param_sync))
+    return found
+
+
+def test_the_switches_of_ddp_are_put_back_as_they_were_found() -> None:
+    assert run_ranks(run_switches, 2) == [[(False, True)] * 2 + [(True, False)] * 2] * 2
+
+
+# Buffers and loaders ------------------------------------------------------------------------------
+
+
+def run_buffers(rank: int, n: int) -> dict[str, Tensor]:
+    assert n == 2
+    torch.manual_seed(rank)
+    inputs = [torch.randn(4, 3) for _ in range(2)]
+    found = {}
+    for reduce in ("overlapped", "after_agreement"):
+        torch.manual_seed(9)
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+        ddp = DistributedDataParallel(model)
+        window = UpdateWindow(ddp, torch.optim.SGD(model.parameters(), lr=0.1), reduce=reduce)
+        window.run(inputs, lambda m, b: (m(b).square().sum(), len(b)))
+        found[reduce] = model[0].running_mean.clone()
+    return found
+
+
+def test_buffers_are_those_of_rank_zero_after_an_update_as_ddp_has_it() -> None:
+    first, second = run_ranks(run_buffers, 2)
+    torch.manual_seed(0)
+    inputs = [torch.randn(4, 3) for _ in range(2)]
+    norm = nn.BatchNorm1d(3)
+    for batch in inputs:
+        norm(batch)
+    for reduce in ("overlapped", "after_agreement"):
+        torch.testing.assert_close(first[reduce], norm.running_mean)
+        assert torch.equal(first[reduce], second[reduce])
+
+
+def run_loaders(rank: int, n: int) -> tuple[list[tuple[int, int, bool]], int]:
+    """Loaders that end at different times: 5 micro-batches on rank 0, 2 on rank 1."""
+    model = CASE.model()
+    objective = next_token_loss()
+    plan = plan_batch(global_batch_samples=4, micro_batch_samples=1, ranks=n)
+    window = UpdateWindow(
+        DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1), objective, plan=plan
+    )
+    counts = [[[5], [2], [3], [4], [1]], [[3], [5]]]
+    loader = Case(counts=counts).batches()[rank]
+    records = [window.run(batches, loss_with(objective)) for batches in window.batches(loader)]
+    return [(r.samples, r.items, r.partial) for r in records], window.counters.micro_batches
+
+
+def test_loaders_that_end_at_different_times_end_together() -> None:
+    expected = ([(4, 4 + 1 + 2 + 4, False), (2, 2 + 3, True), (1, 0, True)], 7)
+    assert run_ranks(run_loaders, 2) == [expected, expected]

@@ -1,0 +1,64 @@
+"""Random state, buffers and gradients are kept and put back bit for bit."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from wholebatch.gradients import read_scalars, scale_gradients, total_norm
+from wholebatch.replay import BufferKeeper, RandomState
+
+
+def draw() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(())), float(torch.randn(5).sum())]
+
+
+def test_the_same_random_state_draws_the_same_numbers() -> None:
+    state = RandomState.capture()
+    first = draw()
+    assert draw() != first
+    state.restore()
+    assert draw() == first
+
+
+def test_batch_norm_buffers_move_and_are_put_back() -> None:
+    """BatchNorm's running statistics do not count as written in torch's own version counter."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model.register_buffer("steady", torch.ones(2))
+    keeper = BufferKeeper(model)
+    keeper.keep()
+    assert keeper.moved() == []
+    model(torch.randn(4, 3))
+    assert keeper.moved() == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+    kept = model[0].running_mean
+    model[0].running_mean = torch.full((3,), 9.0)
+    keeper.put_back()
+    assert keeper.moved() == []
+    assert model[0].running_mean is kept
+    assert torch.equal(kept, torch.zeros(3))
+    assert int(model[0].num_batches_tracked) == 0
+
+
+def test_the_norm_is_over_all_gradients_and_wide_enough() -> None:
+    gradients = [torch.full((3,), 2.0), torch.full((4,), 1.0, dtype=torch.float64)]
+    assert float(total_norm(gradients)) == pytest.approx(4.0, rel=1e-7)
+    half = [torch.full((70000,), 0.01, dtype=torch.bfloat16)]
+    exact = float(half[0].double().norm())
+    assert float(total_norm(half)) == pytest.approx(exact, rel=1e-5)
+    assert float(total_norm([torch.tensor([1e30])])) == float("inf")
+    assert float(total_norm([torch.tensor([1e30])], dtype=torch.float64)) == pytest.approx(1e30)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1, 0]]), torch.tensor([1.0, 2.0, 4.0]), (3,))
+    assert float(total_norm([sparse])) == 5.0
+
+
+def test_gradients_are_scaled_in_place_and_scalars_read_together() -> None:
+    gradients = [torch.ones(3), torch.ones(2, dtype=torch.float64)]
+    scale_gradients(gradients, 0.5)
+    assert [float(g.sum()) for g in gradients] == [1.5, 1.0]
+    assert read_scalars([1, torch.tensor(2.5), torch.tensor([3]), 0.5]) == [1.0, 2.5, 3.0, 0.5]
+    assert read_scalars([1, 2.0]) == [1.0, 2.0]
+    assert read_scalars([]) == []

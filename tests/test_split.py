@@ -1,0 +1,54 @@
+"""Cutting batches."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+from wholebatch.errors import SplitError
+from wholebatch.split import num_samples, split_batch
+
+Pair = namedtuple("Pair", "x y")
+
+
+def test_every_structure_is_cut_along_its_samples() -> None:
+    x = torch.arange(10).reshape(5, 2)
+    batch = {
+        "x": x,
+        "names": list("abcde"),
+        "pair": Pair(x + 1, np.arange(5)),
+        "nested": {"y": (x, None)},
+        "scale": torch.tensor(2.0),
+        "rate": 0.5,
+    }
+    assert num_samples(batch) == 5
+    first, second = split_batch(batch, [2, 3])
+    assert torch.equal(first["x"], x[:2])
+    assert second["names"] == ["c", "d", "e"]
+    assert isinstance(second["pair"], Pair)
+    assert second["pair"].y.tolist() == [2, 3, 4]
+    assert torch.equal(second["nested"]["y"][0], x[2:])
+    assert first["nested"]["y"][1] is None
+    assert second["scale"] is batch["scale"]
+    assert second["rate"] == 0.5
+    assert [part.tolist() for part in split_batch(torch.arange(3), [1, 2])] == [[0], [1, 2]]
+    assert split_batch([1, 2, 3], [3]) == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes", "message"),
+    [
+        (torch.zeros(5), [2, 2], r"micro-batches of \[2, 2\] samples hold 4 together, but the batch has 5"),
+        (torch.zeros(5), [5, 0], r"at least 1; got \[5, 0\]"),
+        (torch.zeros(1), [True], r"got \[True\]"),
+        ({"a": torch.zeros(5), "b": torch.zeros(4)}, [5], r"batch\['a'\] has 5, batch\['b'\] has 4"),
+        ({"a": 1.0}, [1], "holds no tensor or list with a dimension of samples"),
+        ({"a": {1, 2}}, [1], r"batch\['a'\] is a set, which can't be cut"),
+    ],
+)
+def test_what_can_not_be_cut_is_refused(batch: object, sizes: list[int], message: str) -> None:
+    with pytest.raises(SplitError, match=message):
+        split_batch(batch, sizes)

@@ -26,10 +26,10 @@ from wholebatch.comparison import (
     ratio_of,
     try_split,
 )
-from wholebatch.cuts import checked_splits, cutter, sampled_splits
 from wholebatch.diagnosis import ADVICE, Diagnosis, diagnose, is_random
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
 from wholebatch.oracle import LossFunction, MakeOptimizer, OracleUpdate, no_trainable, trainable
+from wholebatch.plain import checked_splits, cutter, sampled_splits
 from wholebatch.trial import (
     Problem,
     caller_untouched,

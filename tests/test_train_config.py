@@ -6,6 +6,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,9 @@ def test_every_number_has_a_range_and_both_ends_are_checked() -> None:
 def test_settings_import_no_torch() -> None:
     code = "import sys, wholebatch.train.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_document_shows_every_setting_with_its_default() -> None:
+    document = (Path(__file__).parent.parent / "docs" / "train.md").read_text()
+    block = document.split("```toml\n")[1].split("```")[0]
+    assert tomllib.loads(block) == TrainConfig().to_dict()

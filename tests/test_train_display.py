@@ -146,3 +146,18 @@ def test_the_panel_shows_the_figures_and_leaves_evaluations_above() -> None:
     assert "█▁" in panel
     assert "update 2 was skipped: no items" in file.getvalue()
     assert "held out after 2 updates" in file.getvalue()
+
+
+@pytest.mark.parametrize("kind", [PlainDisplay, LiveDisplay])
+def test_both_displays_leave_evaluations_out_of_the_pace(
+    clock: Clock, kind: type[PlainDisplay | LiveDisplay]
+) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    options = {"print_every_updates": 1} if kind is PlainDisplay else {}
+    display = kind(console, num_updates=3, **options)
+    for update in (1, 2):
+        clock.now += 50.0
+        display.evaluated(AN_EVALUATION)
+        clock.now += 1.0
+        display.updated(a_record(update))
+    assert display._progress.facts()["items/s"] == "600"

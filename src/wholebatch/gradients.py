@@ -20,7 +20,10 @@ def own_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients that are present, in order."""
+    """The gradients that are present, in order.
+
+    Exactness: no arithmetic; the tensors themselves.
+    """
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
@@ -80,7 +83,10 @@ def read_scalars(values: Sequence[Tensor | int | float]) -> list[float]:
 
 
 def copy_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor | None]]:
-    """Each parameter with a copy of its gradient (``None`` where it has none), to put back later."""
+    """Each parameter with a copy of its gradient (``None`` where it has none), to put back later.
+
+    Exactness: bit for bit.
+    """
     return [(p, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
 
 

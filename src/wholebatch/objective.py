@@ -192,7 +192,17 @@ def weighted_terms(terms: Mapping[str, tuple[SummedLoss, float]]) -> WeightedTer
 
 
 def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
-    """Check that ``value`` is ``(loss_sum, num_items)`` and return it as a :class:`LossSum`."""
+    """Check that ``value`` is ``(loss_sum, num_items)`` and return it as a :class:`LossSum`.
+
+    Args:
+        value: what a loss gave.
+        name: what messages call it.
+
+    Raises:
+        ObjectiveError: not a scalar sum with one number of items, or summed in half precision.
+
+    Exactness: no arithmetic; the tensors themselves.
+    """
     if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Tensor)):
         raise ObjectiveError(
             f"{name} gave a {type(value).__name__}; it must give (loss_sum, num_items): a loss summed "
@@ -216,5 +226,8 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
 
 
 def sums_as_given(output: Any, batch: Any) -> LossSum:  # noqa: ARG001
-    """``output`` is ``(loss_sum, num_items)`` already: the loop computed its loss itself."""
+    """``output`` is ``(loss_sum, num_items)`` already: the loop computed its loss itself.
+
+    Exactness: no arithmetic; the tensors themselves.
+    """
     return as_loss_sum(output)

@@ -132,7 +132,10 @@ def whole(number: float) -> int | float:
 
 
 def without_graph(loss: LossSum) -> LossSum:
-    """``loss`` with its graph let go, also in the tensor that the caller holds."""
+    """``loss`` with its graph let go, also in the tensor that the caller holds.
+
+    Exactness: no arithmetic; the same values.
+    """
     held = loss.loss_sum
     if held._base is None:
         held.detach_()

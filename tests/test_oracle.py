@@ -228,5 +228,6 @@ def test_complex_parameters_stay_complex() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
-    assert private_copy(Complex(), torch.float64).weight.dtype == torch.complex64
+    assert private_copy(Complex(), torch.float64).weight.dtype == torch.complex128
+    assert private_copy(Complex(), torch.bfloat16).weight.dtype == torch.complex64
     assert list(trainable(Complex())) == ["weight"]

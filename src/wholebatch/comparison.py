@@ -43,7 +43,9 @@ class Tried:
     count_mismatch: bool = False
 
 
-def try_split(problem: Problem, whole: OracleUpdate, sizes: tuple[int, ...]) -> Tried:
+def try_split(
+    problem: Problem, whole: OracleUpdate, sizes: tuple[int, ...], parts: Sequence[Any], plain: PlainSum
+) -> Tried:
     """Run the window over one split and compare it with the whole batch.
 
     Gradients always without clipping, which would hide a constant factor; with clipping asked for, the
@@ -53,39 +55,38 @@ def try_split(problem: Problem, whole: OracleUpdate, sizes: tuple[int, ...]) -> 
         problem: what is judged.
         whole: the oracle's update, not clipped.
         sizes: samples of each micro-batch.
+        parts: the micro-batches.
+        plain: their plain sum.
 
     Returns:
         The worst over all ranks, and this rank's runs.
 
     Raises:
-        Exception: whatever loss_fn raises on a micro-batch of this split.
+        JudgeError: the window, or loss_fn inside it, failed on some rank; on every rank.
 
     Exactness: errors are measured; bounds are those of :mod:`wholebatch.closeness`.
     """
-    parts = problem.cut(sizes)
-    plain = plain_sum(problem, parts)
-    tried = Tried(
-        sizes=sizes, plain=plain, result=SplitResult(micro_batch_samples=sizes, equal=False, worst=None)
-    )
+    result = SplitResult(micro_batch_samples=sizes, equal=False, worst=None)
+    tried = Tried(sizes=sizes, plain=plain, result=result)
+    failure: str | None = None
     try:
         tried.run = _window(problem, parts, plain)
-        errors = list(_compare(problem, whole, plain, tried.run, parts))
+        errors = worst_first(_compare(problem, whole, plain, tried.run, parts))
     except (UpdateError, JudgeError) as refusal:
         tried.count_mismatch = isinstance(refusal, CountMismatchError)
-        tried.result = replace(tried.result, refused=str(refusal))
+        tried.result = replace(result, refused=str(refusal))
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
     else:
         bound = problem.margin(len(sizes)) * plain.scale
-        equal = all(error.within for error in errors)
-        tried.result = replace(
-            tried.result,
-            equal=equal,
-            worst=worst_first(errors)[0],
-            factor=None if equal else factor_of(tried.run.gradients, whole.gradients, bound),
-        )
+        factor = None if errors[0].within else factor_of(tried.run.gradients, whole.gradients, bound)
+        tried.result = replace(result, equal=errors[0].within, worst=errors[0], factor=factor)
+    failures = [found for found in gathered(failure) if found is not None]
+    if failures:
+        raise JudgeError(f"the window failed on micro-batches of {list(sizes)} samples with {failures[0]}")
     # Every rank measured its own copy; the worst of them speaks for all.
-    tried.result = min(
-        gathered(tried.result), key=lambda one: (one.equal, one.refused is None, -ratio_of(one))
-    )
+    results = gathered(tried.result)
+    tried.result = min(results, key=lambda one: (one.equal, one.refused is None, -ratio_of(one)))
     tried.count_mismatch = any(gathered(tried.count_mismatch))
     return tried
 

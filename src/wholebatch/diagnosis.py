@@ -106,22 +106,27 @@ _NOT_REPEATABLE = (
 
 
 def is_random(
-    problem: Problem, *, model: nn.Module | None = None, seeds: tuple[int, int] | None = None
+    problem: Problem, *, model: nn.Module | None = None, seeds: Sequence[int] | None = None
 ) -> bool:
     """Whether the whole batch's loss or items depend on the random state.
 
     Args:
         problem: what is judged.
         model: another model than the problem's, for an experiment.
-        seeds: of two runs; different ones by default.
+        seeds: of the runs; four different ones by default. Noise that comes rarely needs more.
 
     Returns:
-        True if the two runs give values that rounding does not explain.
+        True if two runs give values that rounding does not explain.
     """
-    seeds = (problem.seed, problem.seed + 7919) if seeds is None else seeds
-    one, other = (terms_of(problem, problem.whole, model=model, seed=seed) for seed in seeds)
+    seeds = range(problem.seed, problem.seed + 4) if seeds is None else seeds
+    first, *others = (terms_of(problem, problem.whole, model=model, seed=seed) for seed in seeds)
     margin = problem.margin(1)
-    return any(not _same(a, b, margin, abs(a)) for k in one for a, b in zip(one[k], other[k], strict=True))
+    return any(
+        not _same(a, b, margin, abs(a))
+        for other in others
+        for term in first
+        for a, b in zip(first[term], other[term], strict=True)
+    )
 
 
 def factor_of(split: Mapping[str, Tensor], whole: Mapping[str, Tensor], tolerance: float) -> float | None:
@@ -190,29 +195,25 @@ def diagnose(
     Returns:
         The cause, what to do, and what was ruled out.
     """
-    parts = problem.cut(sizes)
-    if random:
-        return _diagnose_random(problem, sizes, parts, replayed)
-    case = _Case(problem=problem, sizes=sizes, parts=parts, model=problem.model)
-    return _diagnose_determined(case, refused)
+    case = _Case(problem=problem, sizes=sizes, parts=problem.cut(sizes), model=problem.model)
+    return _diagnose_random(case, replayed) if random else _diagnose_determined(case, refused)
 
 
-def _diagnose_random(
-    problem: Problem, sizes: Sequence[int], parts: Sequence[Any], replayed: Callable[[], bool]
-) -> Diagnosis:
+def _diagnose_random(case: _Case, replayed: Callable[[], bool]) -> Diagnosis:
     """Dropout, unless something else is wrong too once eval mode silences it."""
+    problem = case.problem
     found = Diagnosis(cause="dropout", advice=ADVICE["dropout"], equal_when_replayed=replayed())
     if is_random(problem, seeds=(problem.seed, problem.seed)):
         return replace(found, cause="unknown", advice=_NOT_REPEATABLE, ruled_out=("global random state",))
     silent = private_copy(problem.model, None).eval()
     if is_random(problem, model=silent):
         return replace(found, ruled_out=("randomness that eval mode switches off",))
-    case = _Case(problem=problem, sizes=sizes, parts=parts, model=silent)
+    moved = case.plain().moved_buffers
+    case = replace(case, model=silent)
     if not case.agrees(case.plain(), case.whole()):
         other = _diagnose_determined(case, None)
         return replace(other, also=("dropout", *other.also), equal_when_replayed=found.equal_when_replayed)
     # Eval mode silences batch statistics too: bring those modules back alone and look again.
-    moved = plain_sum(problem, parts).moved_buffers
     case = replace(case, model=_in_mode(silent, moved, training=True))
     if moved and not is_random(problem, model=case.model) and not case.agrees(case.plain(), case.whole()):
         return replace(found, also=(_diagnose_determined(case, None).cause,))
@@ -331,9 +332,7 @@ def _thirds(case: _Case, term: str) -> _Thirds | None:
     }
     batches["abc"] = case.problem.whole
     found = {name: terms_of(case.problem, batch, model=case.model) for name, batch in batches.items()}
-    if not all(term in terms for terms in found.values()):
-        return None
-    return _Thirds(**{name: terms[term][0] for name, terms in found.items()})
+    return _Thirds(**{name: terms.get(term, (0.0, 0.0))[0] for name, terms in found.items()})
 
 
 def _is_weighted_mean(case: _Case, term: str) -> bool:
@@ -344,12 +343,10 @@ def _is_weighted_mean(case: _Case, term: str) -> bool:
     what ``S(abc)`` has to be; that is compared.
     """
     thirds = _thirds(case, term)
-    if thirds is None:
+    expected = None if thirds is None else _mean_of_all(thirds)
+    if thirds is None or expected is None:
         return False
     margin = case.problem.margin(len(case.parts))
-    expected = _mean_of_all(thirds)
-    if expected is None:
-        return False
     # How far rounding of each of the five inputs carries into the prediction.
     reach = margin * abs(thirds.abc)
     for name in ("a", "b", "c", "ab", "bc"):

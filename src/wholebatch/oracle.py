@@ -27,12 +27,7 @@ from wholebatch.replay import RandomState
 LossFunction = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
-# .to(dtype) would also turn complex parameters real; these three touch floating ones only.
-_CONVERT: Mapping[torch.dtype, Callable[[nn.Module], nn.Module]] = {
-    torch.float64: nn.Module.double,
-    torch.float32: nn.Module.float,
-    torch.bfloat16: nn.Module.bfloat16,
-}
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +100,9 @@ def big_batch_update(
         loss.backward(inputs=list(parameters.values()))  # type: ignore[no-untyped-call]
 
         reached = [parameter for parameter in parameters.values() if parameter.grad is not None]
-        norm = nn.utils.clip_grad_norm_(reached, math.inf if clip_grad_norm is None else clip_grad_norm)
+        norm = euclidean_norm(gradients_by_name(parameters))
+        if clip_grad_norm is not None:
+            norm = float(nn.utils.clip_grad_norm_(reached, clip_grad_norm))
         gradients = gradients_by_name(parameters)
         optimizer.step()
 
@@ -114,7 +111,7 @@ def big_batch_update(
     return OracleUpdate(
         gradients=gradients,
         parameters={name: parameter.detach() for name, parameter in parameters.items()},
-        gradient_norm=float(norm),
+        gradient_norm=norm,
         loss_per_item=float(loss.detach()),
         num_items={name: float(items) for name, (_, items) in terms.items()},
         loss_sums={name: float(loss_sum.detach()) for name, (loss_sum, _) in terms.items()},
@@ -212,8 +209,8 @@ def private_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
     Exactness: bit for bit where ``dtype`` is not narrower than the model's.
     """
-    if dtype is not None and dtype not in _CONVERT:
-        raise UsageError(f"dtype={dtype} is none of {', '.join(map(str, _CONVERT))}")
+    if dtype is not None and dtype not in _DTYPES:
+        raise UsageError(f"dtype={dtype} is none of {', '.join(map(str, _DTYPES))}")
     try:
         copied = copy.deepcopy(model)
     except Exception as error:
@@ -221,7 +218,8 @@ def private_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
             f"a {type(model).__name__} that can't be deep-copied can't be tried out: {error}"
         ) from error
     copied.zero_grad(set_to_none=True)
-    return copied if dtype is None else _CONVERT[dtype](copied)
+    # Module.to(dtype) would turn complex parameters into real ones.
+    return copied if dtype is None else copied._apply(lambda tensor: _converted(tensor, dtype))
 
 
 def batch_in(batch: Any, dtype: torch.dtype | None) -> Any:
@@ -239,7 +237,7 @@ def batch_in(batch: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return batch
     if isinstance(batch, Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
+        return _converted(batch, dtype)
     if isinstance(batch, Mapping):
         return {key: batch_in(part, dtype) for key, part in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -265,6 +263,14 @@ def gradients_by_name(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tenso
     return {name: g.to_dense() if g.is_sparse else g.clone() for name, g in present.items()}
 
 
+def euclidean_norm(gradients: Mapping[str, Tensor]) -> float:
+    """``sqrt(sum over gradients and elements of |g|^2)``.
+
+    Exactness: rounding of a sum in the gradients' dtype.
+    """
+    return math.hypot(*(float(torch.linalg.vector_norm(gradient)) for gradient in gradients.values()))
+
+
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """Put all random state back at the end, also after an exception."""
@@ -273,6 +279,12 @@ def random_state_kept() -> Iterator[None]:
         yield
     finally:
         state.restore()
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _loss_and_items(name: str, term: Any) -> tuple[Tensor, float]:

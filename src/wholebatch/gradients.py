@@ -77,9 +77,17 @@ def read_scalars(values: Sequence[Tensor | int | float]) -> list[float]:
     if not tensors:
         return [float(value) for value in values]
     home = tensors[0].device
-    flat = torch.stack([tensor.detach().reshape(()).to(home, torch.float64) for tensor in tensors])
-    read = iter(flat.tolist())
-    return [next(read) if isinstance(value, Tensor) else float(value) for value in values]
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(index)
+    stacked = [
+        torch.stack([tensors[index].detach().reshape(()) for index in indices]).to(home, torch.float64)
+        for indices in kinds.values()
+    ]
+    order = [index for indices in kinds.values() for index in indices]
+    read = dict(zip(order, torch.cat(stacked).tolist(), strict=True))
+    in_order = iter(read[index] for index in range(len(tensors)))
+    return [next(in_order) if isinstance(value, Tensor) else float(value) for value in values]
 
 
 def copy_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor | None]]:

@@ -49,18 +49,16 @@ def next_token_loss(
     Source: the weighted mean is that of ``torch.nn.functional.cross_entropy``.
     """
 
-    def shifted(batch: Any) -> Tensor:
+    def find(batch: Any) -> Tensor:
         found = _labels(batch, labels, "next_token_loss")
         if found.ndim != 2:
             raise ObjectiveError(
                 f"next_token_loss takes labels of shape [samples, positions], got {list(found.shape)}; "
                 f"token_loss takes labels that are not shifted, of any shape"
             )
-        # Shift the labels, not the logits: a slice of the logits would copy the largest tensor here.
-        ignored = found.new_full((found.shape[0], 1), ignore_index)
-        return torch.cat([found[:, 1:], ignored], dim=1)
+        return found
 
-    return _cross_entropy("next_token_loss", shifted, ignore_index, class_weights, label_smoothing)
+    return _cross_entropy("next_token_loss", find, ignore_index, class_weights, label_smoothing, shift=True)
 
 
 def token_loss(
@@ -92,10 +90,10 @@ def token_loss(
     Source: the weighted mean is that of ``torch.nn.functional.cross_entropy``.
     """
 
-    def unshifted(batch: Any) -> Tensor:
+    def find(batch: Any) -> Tensor:
         return _labels(batch, labels, "token_loss")
 
-    return _cross_entropy("token_loss", unshifted, ignore_index, class_weights, label_smoothing)
+    return _cross_entropy("token_loss", find, ignore_index, class_weights, label_smoothing, shift=False)
 
 
 def regression_loss(
@@ -204,10 +202,12 @@ def _logits(output: Any) -> Tensor:
 
 def _cross_entropy(
     name: str,
-    targets: Callable[[Any], Tensor],
+    find: Callable[[Any], Tensor],
     ignore_index: int,
     class_weights: Tensor | None,
     label_smoothing: float,
+    *,
+    shift: bool,
 ) -> SummedLoss:
     if not 0.0 <= label_smoothing < 1.0:
         raise ObjectiveError(f"{name}(label_smoothing={label_smoothing!r}) is not in [0, 1)")
@@ -222,7 +222,7 @@ def _cross_entropy(
 
     def loss(output: Any, batch: Any) -> tuple[Tensor, Number]:
         logits = _logits(output)
-        wanted = targets(batch).to(logits.device, non_blocking=True)
+        wanted = find(batch).to(logits.device, non_blocking=True)
         if logits.shape[:-1] != wanted.shape:
             raise ObjectiveError(
                 f"{name}: logits of shape {list(logits.shape)} do not fit labels of shape "
@@ -233,6 +233,9 @@ def _cross_entropy(
             raise ObjectiveError(
                 f"{name}: {weights.numel()} class weights do not fit logits of {logits.shape[-1]} classes"
             )
+        if shift:
+            # Shift the labels, not the logits: a slice of the logits would copy the largest tensor here.
+            wanted = F.pad(wanted[:, 1:], (0, 1), value=ignore_index)
         summed = F.cross_entropy(
             logits.flatten(0, -2),
             wanted.flatten(),
@@ -246,8 +249,8 @@ def _cross_entropy(
     return SummedLoss(
         name=name,
         loss=loss,
-        items=lambda batch: number(targets(batch)),
-        forward_positions=lambda batch: targets(batch).numel(),
+        items=lambda batch: number(find(batch)[:, 1:] if shift else find(batch)),
+        forward_positions=lambda batch: find(batch).numel(),
     )
 
 

@@ -398,6 +398,15 @@ def test_losses_that_are_no_sums_are_refused() -> None:
     assert setup.window.counters.updates_attempted == 1
 
 
+@pytest.mark.parametrize("number", [-1, float("nan"), float("inf")])
+def test_a_count_that_is_no_number_of_items_is_refused(number: float) -> None:
+    model = CASE.model()
+    objective = counted_loss(loss_with(next_token_loss()), count=lambda _: number)
+    window = UpdateWindow(model, torch.optim.SGD(model.parameters(), lr=0.1), objective)
+    with pytest.raises(ObjectiveError, match=r"micro-batch 1 counts \S+ items of term 'loss'"):
+        window.run(CASE.batches()[0], loss_with(next_token_loss()))
+
+
 def test_an_optimizer_that_moves_nothing_of_the_model_is_noticed() -> None:
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     window = UpdateWindow(model, torch.optim.SGD(other.parameters(), lr=0.1))
@@ -613,5 +622,13 @@ def test_wrappers_that_it_does_not_know_are_refused_by_name() -> None:
     ]:
         with pytest.raises(UnsupportedError, match=message):
             UpdateWindow(model, torch.optim.SGD(inner.parameters(), lr=0.1))
+
+    class DTensor(nn.Parameter):
+        """Stands for a parameter that is sharded over ranks."""
+
+    inner.weight = DTensor(inner.weight.detach())
+    with pytest.raises(UnsupportedError, match=r"parameters that are DTensors"):
+        UpdateWindow(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    inner = nn.Linear(2, 2)
     with pytest.raises(UnsupportedError, match="reduce='each' is neither"):
         UpdateWindow(inner, torch.optim.SGD(inner.parameters(), lr=0.1), reduce="each")

@@ -606,6 +606,11 @@ def test_advice_names_the_numbers() -> None:
         count_of_the_whole_batch
     )
     assert "(1): micro-batches have other statistics" in advice(summed, mlp(norm()))
+    assert "samples are compared with each other" in advice(contrastive)
+
+
+def test_counts_of_one_that_are_not_one_for_the_whole_are_a_wrong_count() -> None:
+    assert verify_window(mlp(), count_of_classes, data(), splits=[[1] * 8]).cause == "wrong_count"
 
 
 def test_a_penalty_that_is_added_once_a_call_is_named() -> None:

@@ -339,8 +339,8 @@ def _is_weighted_mean(case: _Case, term: str) -> bool:
     """Whether the loss is a mean over something, whatever it is a mean over.
 
     For a mean with weights w of the groups, ``S(ab) = (w_a S(a) + w_b S(b)) / (w_a + w_b)`` gives
-    ``w_b / w_a``, and ``S(bc)`` gives ``w_c / w_b``. Both must be positive, and together they say
-    what ``S(abc)`` has to be; that is compared.
+    ``w_b / w_a``, and ``S(bc)`` gives ``w_c / w_b``. Together they say what ``S(abc)`` has to be; that
+    is compared.
     """
     thirds = _thirds(case, term)
     expected = None if thirds is None else _mean_of_all(thirds)
@@ -363,9 +363,9 @@ def _mean_of_all(thirds: _Thirds) -> float | None:
         return None
     b_to_a = (thirds.ab - thirds.a) / (thirds.b - thirds.ab)
     c_to_b = (thirds.bc - thirds.b) / (thirds.c - thirds.bc)
-    if b_to_a <= 0.0 or c_to_b <= 0.0:
-        return None
     weights = (1.0, b_to_a, b_to_a * c_to_b)
+    if not math.fsum(weights):
+        return None
     return (thirds.a + weights[1] * thirds.b + weights[2] * thirds.c) / math.fsum(weights)
 
 

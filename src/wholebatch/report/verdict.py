@@ -190,7 +190,11 @@ def _guarded(call: Callable[[], Any], what: str) -> Any:
 
 
 def _public(module: ModuleType) -> list[str]:
-    return [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    """The functions and classes that the module itself defines."""
+    own = [
+        name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+    ]
+    return [name for name in own if not name.startswith("_")]
 
 
 def _parts(found: Any, target: str) -> dict[str, Any]:
@@ -202,7 +206,7 @@ def _parts(found: Any, target: str) -> dict[str, Any]:
         options = found[3] if len(found) == 4 else {}
         if not isinstance(options, Mapping):
             raise JudgeError(
-                f"the fourth part that {target} returned is a {type(options).__name__}, not a dict"
+                f"the fourth part that {target} returned is of type {type(options).__name__}, not dict"
             )
         parts = dict(zip(_NEEDED, found, strict=False)) | dict(options)
     else:
@@ -309,11 +313,12 @@ def render(verdict: Mapping[str, Any], target: str, console: Console) -> None:
         target: what was judged.
         console: where to.
     """
-    console.print(f"[bold]{escape(target)}[/]: {_headline(verdict)}")
+    console.print(f"[bold]{escape(target)}[/]: {_headline(verdict)}", soft_wrap=True)
     items = ", ".join(f"{number:g} items of {term}" for term, number in verdict["num_items"].items())
     console.print(
         f"whole batch: {verdict['num_samples']} samples, {items}; {verdict['ranks']} rank(s); "
-        f"judged in {verdict['judged_in']}"
+        f"judged in {verdict['judged_in']}",
+        soft_wrap=True,
     )
     console.print(_splits_table(verdict["splits"]))
     for line in _lines(verdict):

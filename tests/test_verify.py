@@ -609,6 +609,20 @@ def test_advice_names_the_numbers() -> None:
     assert "samples are compared with each other" in advice(contrastive)
 
 
+class Centring(nn.Module):
+    """Subtracts the batch's mean; no buffers to give it away, and in eval mode too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_advice_names_the_place_where_samples_meet() -> None:
+    assert "), in the loss itself. Splitting" in advice(contrastive)
+    assert "), first in module 1 (Centring). Splitting" in advice(summed, mlp(Centring()))
+    unsaid = nn.BatchNorm1d(8, track_running_stats=False)
+    assert "), first in module 1 (BatchNorm1d). Splitting" in advice(summed, mlp(unsaid))
+
+
 def test_counts_of_one_that_are_not_one_for_the_whole_are_a_wrong_count() -> None:
     assert verify_window(mlp(), count_of_classes, data(), splits=[[1] * 8]).cause == "wrong_count"
 
@@ -714,23 +728,29 @@ def test_the_caller_finds_everything_as_it_was(good: bool) -> None:
     model[4].eval()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     owned = model[0].weight.grad
+    assert owned is not None
 
-    def meddling(_: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        loss_sum, items = summed(model, batch)  # the caller's, not the copy
-        (loss_sum / items).backward()
-        model.eval().requires_grad_(False)
+    def meddling(copied: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        model.eval()
         with torch.no_grad():
             model[0].bias.add_(1.0)
+            owned.zero_()
+            model[1].running_mean.add_(1.0)
+        model[0].bias.grad = torch.ones_like(model[0].bias)
         torch.rand(3), random.random(), np.random.rand()
         if not good:
+            model.requires_grad_(False)
             raise RuntimeError("in the middle")
-        return loss_sum, items
+        return summed(copied, batch)
 
     torch.manual_seed(6), random.seed(6), np.random.seed(6)
     expected = torch.rand(1).item(), random.random(), np.random.rand()
     torch.manual_seed(6), random.seed(6), np.random.seed(6)
-    with pytest.raises(JudgeError):
-        verify_window(model, meddling, batch)
+    if good:
+        assert not verify_window(model, meddling, batch).equal  # it is another model each time
+    else:
+        with pytest.raises(JudgeError, match="RuntimeError: in the middle"):
+            verify_window(model, meddling, batch)
     assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name

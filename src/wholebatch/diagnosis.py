@@ -32,14 +32,13 @@ from torch import Tensor, nn
 
 from wholebatch.closeness import as_wide, distance
 from wholebatch.oracle import OracleUpdate, private_copy
-from wholebatch.plain import PlainSum, plain_sum
+from wholebatch.plain import PlainSum, plain_sum, where_samples_meet
 from wholebatch.trial import Problem, run_whole, terms_of
 
 ADVICE: Mapping[str, str] = {
     "dropout": (
         "The forward draws random numbers, so the whole batch and its split see different noise; the "
-        "update is right for the noise that was drawn. Compare with the model in eval mode, or with "
-        "dropout 0, to see the rest judged."
+        "update is right for the noise that was drawn. Judge the rest in eval mode, or with dropout 0."
     ),
     "batch_norm": (
         "Modules normalise by statistics of the samples they see together ({modules}): micro-batches "
@@ -53,8 +52,8 @@ ADVICE: Mapping[str, str] = {
     ),
     "coupled_samples": (
         "The loss of the whole batch is not made of the losses of its parts: samples are compared with "
-        "each other (in-batch negatives, batch statistics, a normalisation over the batch). Splitting "
-        "changes what is computed; this update can't be accumulated as it is."
+        "each other (in-batch negatives, batch statistics, a normalisation over the batch){place}. "
+        "Splitting changes what is computed; this update can't be accumulated as it is."
     ),
     "mean_for_sum": (
         "loss_fn returned a mean where the window wants a sum; it divides once, by the items of the "
@@ -284,7 +283,7 @@ def _sums_and_counts(
         by_items = _same(items * loss, weighted, margin, abs(items * loss))
         if (counts_add_up and by_items) or _is_weighted_mean(case, term):
             return Diagnosis(cause="mean_for_sum", advice=ADVICE["mean_for_sum"], ruled_out=ruled_out)
-        advice = _penalty_advice(case, term) or ADVICE["coupled_samples"]
+        advice = _penalty_advice(case, term) or ADVICE["coupled_samples"].format(place=_place(case))
         return Diagnosis(
             cause="coupled_samples", advice=advice, ruled_out=(*ruled_out, "a mean taken for a sum")
         )
@@ -293,6 +292,11 @@ def _sums_and_counts(
         advice="Losses and numbers of items add up over the micro-batches, but their gradients do not.",
         ruled_out=(*ruled_out, "sums and counts of loss_fn"),
     )
+
+
+def _place(case: _Case) -> str:
+    module = where_samples_meet(case.problem, case.model, case.parts[0])
+    return ", in the loss itself" if module is None else f", first in module {module}"
 
 
 def _count_diagnosis(term: str, items: float, counts: Sequence[float]) -> Diagnosis:
@@ -317,10 +321,10 @@ class _Thirds:
 
 def _thirds(case: _Case, term: str) -> _Thirds | None:
     samples = sum(case.sizes)
-    if samples < 3:
-        return None
     a, b = samples // 3, (samples + 1) // 3
     c = samples - a - b
+    if samples < 3:
+        return None
     cuts = {"a_bc": case.problem.cut([a, b + c]), "ab_c": case.problem.cut([a + b, c])}
     middle = case.problem.cut([a, b, c])[1]
     batches = {
@@ -343,8 +347,7 @@ def _is_weighted_mean(case: _Case, term: str) -> bool:
     is compared.
     """
     thirds = _thirds(case, term)
-    expected = None if thirds is None else _mean_of_all(thirds)
-    if thirds is None or expected is None:
+    if thirds is None or (expected := _mean_of_all(thirds)) is None:
         return False
     margin = case.problem.margin(len(case.parts))
     # How far rounding of each of the five inputs carries into the prediction.

@@ -262,3 +262,67 @@ def _scale(tallies: Mapping[str, _Tally], weights: Mapping[str, float]) -> float
         for name, largest in tally.largest.items():
             totals[name] = totals.get(name, 0.0) + abs(weights[term]) * largest
     return max(totals.values(), default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """One call of a module: what went in and what came out, where both are tensors."""
+
+    name: str
+    given: Tensor
+    result: Tensor
+
+
+def where_samples_meet(problem: Problem, model: nn.Module, part: Any) -> str | None:
+    """The first module whose output for a sample depends on the other samples beside it.
+
+    Runs the whole batch and its first micro-batch, and compares call by call: the first rows went in
+    alike and come out different.
+
+    Args:
+        problem: what is judged.
+        model: in the mode of the experiment.
+        part: the first micro-batch.
+
+    Returns:
+        ``"name (class)"``, or ``None`` where no module does and so the loss itself must.
+
+    Exactness: compared within the problem's margin.
+    """
+    wholes, parts = (_calls(problem, model, batch) for batch in (problem.whole, part))
+    margin = problem.margin(1)
+    for whole, alone in zip(wholes, parts, strict=False):
+        if whole.name != alone.name or whole.given.shape[1:] != alone.given.shape[1:]:
+            return None
+        if _alike(whole.given, alone.given, margin) and not _alike(whole.result, alone.result, margin):
+            return f"{whole.name} ({type(model.get_submodule(whole.name)).__name__})"
+    return None
+
+
+def _calls(problem: Problem, model: nn.Module, batch: Any) -> list[_Call]:
+    """The calls of modules without children, in order."""
+    calls: list[_Call] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, given: tuple[Any, ...], result: Any) -> None:
+            if given and isinstance(given[0], Tensor) and isinstance(result, Tensor):
+                calls.append(_Call(name=name, given=as_wide(given[0]), result=as_wide(result)))
+
+        return hook
+
+    with seeded(problem.seed), torch.no_grad():
+        copied = private_copy(model, problem.dtype)
+        for name, module in copied.named_modules():
+            if name and not any(module.children()):
+                module.register_forward_hook(note(name))
+        loss_terms(problem.loss_fn, copied, batch_in(batch, problem.dtype))
+    return calls
+
+
+def _alike(whole: Tensor, alone: Tensor, margin: float) -> bool:
+    """Whether the first rows of one are the rows of the other, up to rounding."""
+    if not (whole.dim() and alone.dim() and whole.shape[1:] == alone.shape[1:]):
+        return False
+    rows = whole[: len(alone)]
+    scale = float(alone.abs().max()) if alone.numel() else 0.0
+    return rows.shape == alone.shape and bool(((rows - alone).abs() <= margin * scale).all())

@@ -435,6 +435,12 @@ def test_many_small_gradients_added_up_in_bfloat16(dtype: torch.dtype, num_micro
         assert "added up in a dtype with too few digits" in found.advice
 
 
+@pytest.mark.parametrize("name", ["Adafactor", "Adagrad", "NAdam", "RAdam", "RMSprop", "Rprop", "Adamax"])
+def test_other_optimizers_are_carried_too(name: str) -> None:
+    found = verify_window(mlp(), summed, data(), make_optimizer=getattr(torch.optim, name))
+    assert found.equal, found
+
+
 def test_autocast_only_rounds() -> None:
     def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         with torch.autocast("cpu", torch.bfloat16):
@@ -714,6 +720,14 @@ def test_models_and_batches_that_can_not_be_judged() -> None:
         verify_window(mlp(norm()), summed, data(2))
     with pytest.raises(SplitError, match="collate was given, so batch has to be a list of samples"):
         verify_window(mlp(), summed, data(), collate=collate)
+    with pytest.raises(JudgeError, match=r"collate failed on all 2 samples with TypeError"):
+        verify_window(mlp(), summed, [1, 2], collate=collate)
+    with pytest.raises(JudgeError, match=r"the whole batch's update failed with TypeError: LBFGS\.step"):
+        verify_window(mlp(), summed, data(), make_optimizer=torch.optim.LBFGS)
+    with pytest.raises(
+        JudgeError, match=r"the whole batch's update failed with ValueError: Invalid learning"
+    ):
+        verify_window(mlp(), summed, data(), make_optimizer=lambda p: torch.optim.SGD(p, lr=-1.0))
     with pytest.raises(SplitError, match=r"splits=\[\] tries nothing"):
         verify_window(mlp(), summed, data(), splits=[])
     for sizes in ([3, 4], [8, 0], [4.0, 4.0], [True] * 8, []):

@@ -41,6 +41,7 @@ def cutter(batch: Any, collate: Callable[[list[Any]], Any] | None) -> tuple[Cut,
 
     Raises:
         SplitError: the batch can't be cut.
+        JudgeError: ``collate`` fails on the whole batch.
 
     Exactness: no arithmetic; every sample lands in exactly one micro-batch.
     """
@@ -57,7 +58,11 @@ def cutter(batch: Any, collate: Callable[[list[Any]], Any] | None) -> tuple[Cut,
         ends = list(itertools.accumulate(sizes))
         return [collate(samples[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
-    return cut, collate(samples), len(samples)
+    try:
+        return cut, collate(samples), len(samples)
+    except Exception as error:
+        message = f"collate failed on all {len(samples)} samples with {type(error).__name__}: {error}"
+        raise JudgeError(message) from error
 
 
 def sampled_splits(samples: int, seed: int, *, ranks: int) -> list[tuple[int, ...]]:

@@ -28,8 +28,7 @@ from wholebatch.closeness import (
     narrower_of,
     reduction_terms,
 )
-from wholebatch.errors import JudgeError
-from wholebatch.gradients import copy_gradients
+from wholebatch.errors import JudgeError, WholebatchError
 from wholebatch.oracle import (
     LossFunction,
     MakeOptimizer,
@@ -43,7 +42,7 @@ from wholebatch.oracle import (
     trainable,
 )
 from wholebatch.record import UpdateRecord
-from wholebatch.replay import BufferKeeper, RandomState
+from wholebatch.replay import RandomState
 from wholebatch.split import num_samples
 from wholebatch.window import UpdateWindow
 
@@ -116,49 +115,6 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def caller_untouched(model: nn.Module) -> Iterator[None]:
-    """Put parameters, gradients, buffers and modes of ``model`` and all random state back at the end.
-
-    Copies are what is run; this is for a ``loss_fn`` that reaches the caller's model by another way.
-
-    Args:
-        model: the caller's model.
-
-    Exactness: bit for bit.
-    """
-    if not isinstance(model, nn.Module):
-        raise JudgeError(f"model is a {type(model).__name__}, not a torch.nn.Module; nothing can be judged")
-    values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    owned = [(parameter, parameter.grad) for parameter in model.parameters()]
-    gradients = copy_gradients(model.parameters())
-    asked = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = BufferKeeper(model)
-    buffers.keep()
-    with random_state_kept():
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, value in values:
-                    if not _same_bits(parameter, value):
-                        parameter.copy_(value)
-                for (parameter, gradient), (_, value_of) in zip(owned, gradients, strict=True):
-                    if gradient is not None and value_of is not None:
-                        gradient.copy_(value_of)
-                    parameter.grad = gradient
-            for parameter, wanted in asked:
-                parameter.requires_grad_(wanted)
-            for module, training in modes:
-                module.training = training
-            buffers.put_back()
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
 def run_whole(problem: Problem, *, model: nn.Module | None = None, clipped: bool = False) -> OracleUpdate:
     """The oracle's update, from the problem's seed.
 
@@ -171,20 +127,25 @@ def run_whole(problem: Problem, *, model: nn.Module | None = None, clipped: bool
         The update of the whole batch.
 
     Raises:
-        JudgeError: as :func:`wholebatch.oracle.big_batch_update`.
+        JudgeError: as :func:`wholebatch.oracle.big_batch_update`; or backward or optimizer failed.
 
     Exactness: the definition.
     """
-    with seeded(problem.seed):
-        return big_batch_update(
-            problem.model if model is None else model,
-            problem.loss_fn,
-            problem.whole,
-            make_optimizer=problem.make_optimizer,
-            clip_grad_norm=problem.clip_grad_norm if clipped else None,
-            coefficients=problem.coefficients,
-            dtype=problem.dtype,
-        )
+    try:
+        with seeded(problem.seed):
+            return big_batch_update(
+                problem.model if model is None else model,
+                problem.loss_fn,
+                problem.whole,
+                make_optimizer=problem.make_optimizer,
+                clip_grad_norm=problem.clip_grad_norm if clipped else None,
+                coefficients=problem.coefficients,
+                dtype=problem.dtype,
+            )
+    except WholebatchError:
+        raise
+    except Exception as error:
+        raise JudgeError(f"the whole batch's update failed with {type(error).__name__}: {error}") from error
 
 
 def terms_of(

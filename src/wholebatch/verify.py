@@ -9,12 +9,13 @@ float32 sum explain. Where either fails, :mod:`wholebatch.diagnosis` finds out w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.closeness import ParameterError, magnitude, worst_first
@@ -28,11 +29,19 @@ from wholebatch.comparison import (
 )
 from wholebatch.diagnosis import ADVICE, Diagnosis, diagnose, is_random
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
-from wholebatch.oracle import LossFunction, MakeOptimizer, OracleUpdate, no_trainable, trainable
+from wholebatch.gradients import copy_gradients
+from wholebatch.oracle import (
+    LossFunction,
+    MakeOptimizer,
+    OracleUpdate,
+    no_trainable,
+    random_state_kept,
+    trainable,
+)
 from wholebatch.plain import checked_splits, cutter, plain_sum, sampled_splits
+from wholebatch.replay import BufferKeeper
 from wholebatch.trial import (
     Problem,
-    caller_untouched,
     dtype_name,
     gathered,
     group_rank_and_size,
@@ -118,6 +127,49 @@ def verify_window(
             else checked_splits(splits, samples, ranks=running)
         )
         return _Judge(samples=samples, given=splits is not None).judge(problem, chosen)
+
+
+@contextmanager
+def caller_untouched(model: nn.Module) -> Iterator[None]:
+    """Put parameters, gradients, buffers and modes of ``model`` and all random state back at the end.
+
+    Copies are what is run; this is for a ``loss_fn`` that reaches the caller's model by another way.
+
+    Args:
+        model: the caller's model.
+
+    Exactness: bit for bit.
+    """
+    if not isinstance(model, nn.Module):
+        raise JudgeError(f"model is a {type(model).__name__}, not a torch.nn.Module; nothing can be judged")
+    values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    owned = [(parameter, parameter.grad) for parameter in model.parameters()]
+    gradients = copy_gradients(model.parameters())
+    asked = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = BufferKeeper(model)
+    buffers.keep()
+    with random_state_kept():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in values:
+                    if not _same_bits(parameter, value):
+                        parameter.copy_(value)
+                for (parameter, gradient), (_, value_of) in zip(owned, gradients, strict=True):
+                    if gradient is not None and value_of is not None:
+                        gradient.copy_(value_of)
+                    parameter.grad = gradient
+            for parameter, wanted in asked:
+                parameter.requires_grad_(wanted)
+            for module, training in modes:
+                module.training = training
+            buffers.put_back()
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _check_model(model: nn.Module) -> None:

@@ -623,7 +623,13 @@ class Centring(nn.Module):
 
 
 def test_advice_names_the_place_where_samples_meet() -> None:
-    assert "), in the loss itself. Splitting" in advice(contrastive)
+    assert "), in the loss or between modules. Splitting" in advice(contrastive)
+
+    class Between(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x - x.mean(0))
+
+    assert "), in the loss or between modules. Splitting" in advice(summed, Between(nn.Linear(5, 3)))
     assert "), first in module 1 (Centring). Splitting" in advice(summed, mlp(Centring()))
     unsaid = nn.BatchNorm1d(8, track_running_stats=False)
     assert "), first in module 1 (BatchNorm1d). Splitting" in advice(summed, mlp(unsaid))

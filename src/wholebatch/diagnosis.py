@@ -296,7 +296,7 @@ def _sums_and_counts(
 
 def _place(case: _Case) -> str:
     module = where_samples_meet(case.problem, case.model, case.parts[0])
-    return ", in the loss itself" if module is None else f", first in module {module}"
+    return ", in the loss or between modules" if module is None else f", first in module {module}"
 
 
 def _count_diagnosis(term: str, items: float, counts: Sequence[float]) -> Diagnosis:

@@ -290,7 +290,8 @@ def where_samples_meet(problem: Problem, model: nn.Module, part: Any) -> str | N
         part: the first micro-batch.
 
     Returns:
-        ``"name (class)"``, or ``None`` where no module does and so the loss itself must.
+        ``"name (class)"``, or ``None`` where no module does it alone: then the loss does, or a forward
+        between its modules.
 
     Exactness: compared within the problem's margin.
     """

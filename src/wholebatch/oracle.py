@@ -96,6 +96,8 @@ def big_batch_update(
 
         terms = loss_terms(loss_fn, copied, batch_in(batch, dtype))
         loss = divided(terms, coefficients)
+        if not loss.requires_grad:
+            raise JudgeError(_IGNORED)
         # "inputs" keeps gradients off any other model that a careless loss_fn may have used.
         loss.backward(inputs=list(parameters.values()))  # type: ignore[no-untyped-call]
 
@@ -147,8 +149,7 @@ def loss_terms(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Terms:
         ``{"loss": (L, N)}``, or one entry per term where ``loss_fn`` returned a dict.
 
     Raises:
-        JudgeError: another form, a loss that is no scalar or does not depend on a trainable parameter
-            of anything, a loss or number that is not finite.
+        JudgeError: another form, a loss that is no scalar, a loss or number that is not finite.
 
     Exactness: no arithmetic.
     """
@@ -156,10 +157,7 @@ def loss_terms(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Terms:
     named = found if isinstance(found, Mapping) else {"loss": found}
     if not named:
         raise JudgeError("loss_fn returned an empty dict; give (loss_sum, num_items) for each term")
-    terms = {str(name): _loss_and_items(str(name), term) for name, term in named.items()}
-    if torch.is_grad_enabled() and not any(loss_sum.requires_grad for loss_sum, _ in terms.values()):
-        raise JudgeError(_IGNORED)
-    return terms
+    return {str(name): _loss_and_items(str(name), term) for name, term in named.items()}
 
 
 def divided(terms: Terms, coefficients: Mapping[str, float] | None) -> Tensor:

@@ -356,6 +356,3 @@ class _Counted:
 
     def positions(self, batch: Any) -> int:
         return num_samples(batch)
-
-    def __call__(self, output: Any, batch: Any) -> Any:  # pragma: no cover - loss_fn has the loss
-        raise NotImplementedError

@@ -13,6 +13,7 @@ from torch import Tensor
 from wholebatch.closeness import (
     ParameterError,
     RoundingTremor,
+    as_wide,
     clipped_bound,
     distance,
     magnitude,
@@ -20,7 +21,6 @@ from wholebatch.closeness import (
     unit_roundoff,
     worst_first,
 )
-from wholebatch.diagnosis import factor_of
 from wholebatch.errors import CountMismatchError, JudgeError, UpdateError
 from wholebatch.oracle import OracleUpdate, private_copy, trainable
 from wholebatch.plain import PlainSum, plain_sum
@@ -121,6 +121,32 @@ def amplification(problem: Problem, whole: OracleUpdate, scale: float) -> float:
         if shift <= _STILL_LINEAR * scale:
             break
     return max(gathered(found))
+
+
+def factor_of(split: Mapping[str, Tensor], whole: Mapping[str, Tensor], tolerance: float) -> float | None:
+    """The one number by which the split is too large, where there is one.
+
+    Least squares over all elements: ``a = <split, whole> / <whole, whole>``, given only where
+    ``max|split - a * whole|`` is at most ``max(1, |a|) * tolerance``.
+
+    Args:
+        split: gradients by name.
+        whole: gradients by name.
+        tolerance: what rounding explains.
+
+    Returns:
+        ``a``, or ``None`` where the two are not proportional or the whole is zero.
+
+    Exactness: rounding of two sums in float64.
+    """
+    pairs = [(as_wide(split[name]), as_wide(g)) for name, g in whole.items() if name in split]
+    dot = sum(float((one * other.conj()).real.sum()) for one, other in pairs)
+    square = sum(float(as_wide(gradient).abs().square().sum()) for gradient in whole.values())
+    if not (square > 0.0 and math.isfinite(dot) and math.isfinite(square)):
+        return None
+    factor = dot / square
+    left = distance(split, {name: factor * as_wide(gradient) for name, gradient in whole.items()})
+    return factor if max(left.values()) <= max(1.0, abs(factor)) * tolerance else None
 
 
 def ratio_of(result: SplitResult) -> float:

@@ -27,7 +27,7 @@ from wholebatch.comparison import (
     ratio_of,
     try_split,
 )
-from wholebatch.diagnosis import ADVICE, Diagnosis, diagnose, is_random
+from wholebatch.diagnosis import ADVICE, Diagnosis, diagnose, is_random, many_seeds
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
 from wholebatch.gradients import copy_gradients
 from wholebatch.oracle import (
@@ -211,9 +211,9 @@ class _Judge:
         chance = any(gathered(is_random(problem)))
         tried = self._try_all(problem, whole, splits)
         if not chance and not all(one.result.equal for one in tried):
-            # Before anything is called different: is there noise that comes rarely, such as a layer that
-            # is seldom skipped? Does this model amplify rounding?
-            chance = any(gathered(is_random(problem, seeds=range(problem.seed, problem.seed + 16))))
+            # Before anything is called different: is there noise that comes rarely? Does this model
+            # amplify rounding?
+            chance = any(gathered(is_random(problem, seeds=many_seeds(problem))))
             scale = max(one.plain.scale for one in tried)
             problem = replace(problem, amplification=amplification(problem, whole, scale))
             _check_margin(problem, splits)

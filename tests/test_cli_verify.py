@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,12 @@ def test_the_examples_have_the_outcome_that_they_name(name: str, capsys: Capture
     assert set(told["worst"]) == {"parameter", "quantity", "error", "bound"}
     assert ("equal: the split update" in err) == (name == "equal")
     assert told["advice"] in err
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_the_examples_assert_what_they_claim(name: str, capsys: Capture) -> None:
+    runpy.run_path(str(EXAMPLES / f"verify_{name}.py"), run_name="__main__")
+    assert f"cause: {OUTCOMES[name]}" in capsys.readouterr().out
 
 
 MODULE = """

@@ -120,7 +120,7 @@ def amplification(problem: Problem, whole: OracleUpdate, scale: float) -> float:
         found = max(1.0, shift / (tremor * scale)) if scale > 0.0 else 1.0
         if shift <= _STILL_LINEAR * scale:
             break
-    return max(gathered(found))
+    return float(max(gathered(found)))
 
 
 def factor_of(split: Mapping[str, Tensor], whole: Mapping[str, Tensor], tolerance: float) -> float | None:

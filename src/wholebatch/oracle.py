@@ -217,7 +217,9 @@ def private_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         ) from error
     copied.zero_grad(set_to_none=True)
     # Module.to(dtype) would turn complex parameters into real ones.
-    return copied if dtype is None else copied._apply(lambda tensor: _converted(tensor, dtype))
+    if dtype is not None:
+        copied._apply(lambda tensor: _converted(tensor, dtype))  # type: ignore[no-untyped-call]
+    return copied
 
 
 def batch_in(batch: Any, dtype: torch.dtype | None) -> Any:

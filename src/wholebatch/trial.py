@@ -230,7 +230,7 @@ def narrowest_dtype(problem: Problem) -> torch.dtype:
         batch = batch_in(problem.whole, torch.float64)
         with NarrowingWatch() as watch:
             terms = loss_terms(problem.loss_fn, copied, batch)
-    narrowest = watch.narrowest
+    narrowest: torch.dtype = watch.narrowest
     for loss_sum, _ in terms.values():
         narrowest = narrower_of(loss_sum.dtype, narrowest)
     return narrowest

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from problems import Case, oracle
 from ranks import run_ranks
 from wholebatch.losses import next_token_loss
 from wholebatch.plan import plan_batch
+from wholebatch.ranks.agreement import PendingExchange
 from wholebatch.window import UpdateWindow
 
 CASE = Case(counts=[[[5, 2], [3], [0, 4, 1]], [[3, 1], [5], [4, 3, 2]]])
@@ -288,3 +290,121 @@ def test_a_rank_killed_in_mid_window_ends_the_others_with_a_clear_error(index: i
         assert "Restart from the last committed update" in message
         assert seconds < 30
         assert untouched
+
+
+class InterruptError(Exception):
+    """Stands for what a signal handler raises."""
+
+
+def run_interrupted_wait(rank: int, n: int, doing: str, reduce: str) -> Any:
+    """A signal arrives on rank 0 just when it has waited for an exchange after which others go on."""
+    assert n == 2
+    worker = Worker(rank, reduce=reduce)
+    if rank == 0:
+        wait = PendingExchange.wait
+
+        def interrupted(self: PendingExchange) -> list[float]:
+            found = wait(self)
+            if self._doing == doing:
+                raise InterruptError
+            return found
+
+        with mock.patch.object(PendingExchange, "wait", interrupted):
+            raised = worker.attempt(worker.loss)
+        return raised, worker.attempt(worker.loss)
+    return worker.attempt(worker.loss), worker.attempt(worker.loss)
+
+
+@pytest.mark.parametrize("reduce", ["overlapped", "after_agreement"])
+@pytest.mark.parametrize("doing", ["about to reduce gradients", "agreeing on what came out"])
+def test_an_interrupt_after_the_others_went_on_poisons(doing: str, reduce: str) -> None:
+    """Rolled back alone, the rank would go on with other parameters than the rest."""
+    outcomes = run_ranks(run_interrupted_wait, 2, doing, reduce, expect="outcomes", timeout_s=40)
+    (first, second) = (outcome[1] for outcome in outcomes)
+    assert [kind for kind, _ in first] == ["PoisonedWindowError"] * 2
+    assert second[-1][0] == "PoisonedWindowError"
+
+
+def run_rate_failure(rank: int, n: int) -> Any:
+    """What can fail in the finish fails before the vote, so that nobody steps."""
+    assert n == 2
+    worker = Worker(rank)
+    rate = worker.optimizer.param_groups[0]["lr"]
+    if rank == 0:
+        worker.optimizer.param_groups[0]["lr"] = None
+    raised = worker.attempt(worker.loss)
+    worker.optimizer.param_groups[0]["lr"] = rate
+    return raised, worker.untouched(), worker.attempt(worker.loss), worker.distance()
+
+
+def test_a_failure_in_the_finish_before_the_vote_is_rolled_back_everywhere() -> None:
+    first, second = run_ranks(run_rate_failure, 2)
+    assert first[0][0] == "TypeError"
+    assert second[0][0] == "OtherRankFailedError"
+    for _, untouched, again, distance in (first, second):
+        assert untouched
+        assert again == ("nothing", "")
+        assert distance < 1e-14
+
+
+def run_elsewhere(rank: int, n: int) -> Any:
+    worker = Worker(rank, plan=plan_batch(global_batch_samples=12, micro_batch_samples=2, ranks=n))
+    if rank == 0:
+        return worker.attempt(worker.loss)
+    try:
+        next(worker.window.batches(worker.batches))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_ranks_at_different_places_of_their_loops_are_told() -> None:
+    for kind, message in run_ranks(run_elsewhere, 2):
+        assert kind == "PoisonedWindowError"
+        assert "while another was elsewhere in its loop" in message
+
+
+def run_poison_in_batches(rank: int, n: int) -> Any:
+    """Poison heard while drawing is remembered."""
+    worker = Worker(rank, plan=plan_batch(global_batch_samples=24, micro_batch_samples=4, ranks=n))
+    if rank == 1:
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("in the second group")
+
+        worker.optimizer.register_step_pre_hook(fail)
+    found = [worker.attempt(worker.loss)]
+    for _ in range(2):
+        try:
+            next(worker.window.batches(worker.batches))
+            found.append(("nothing", ""))
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+    if rank == 1:
+        time.sleep(1.0)
+    return found
+
+
+def test_poison_heard_while_drawing_is_remembered() -> None:
+    first, second = run_ranks(run_poison_in_batches, 2)
+    assert [kind for kind, _ in first] == ["nothing", "PoisonedWindowError", "PoisonedWindowError"]
+    assert [kind for kind, _ in second] == ["PoisonedWindowError"] * 3
+
+
+def run_sparse_and_empty(rank: int, n: int) -> Any:
+    assert n == 2
+    model = nn.Embedding(5, 3, sparse=True)
+    window = UpdateWindow(DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=1.0))
+    batches = [torch.tensor([0, 1])] if rank == 0 else []
+    try:
+        window.run(batches, lambda m, b: (m(b).square().sum(), len(b)))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_a_sparse_gradient_beside_an_empty_rank_is_refused_while_it_can_be_undone() -> None:
+    first, second = run_ranks(run_sparse_and_empty, 2)
+    assert first[0] == "UnsupportedError"
+    assert "weight has a sparse gradient" in first[1]
+    assert second[0] == "OtherRankFailedError"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,16 @@ def test_labels_are_found_by_key_index_and_function() -> None:
     assert mean(token_loss(labels=lambda b: b.y), LOGITS, SimpleNamespace(y=LABELS)) == expected
     assert mean(token_loss(ignore_index=-1), LOGITS, {"labels": LABELS.clamp(min=-1)}) == expected
     assert mean(token_loss(), SimpleNamespace(logits=LOGITS), {"labels": LABELS}) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_narrow_labels_are_not_wrapped_around_the_ignored_one(dtype: torch.dtype) -> None:
+    """In uint8 a label of 156 is -100, which would be ignored; bytes as tokens are a common case."""
+    logits, labels = torch.zeros(1, 3, 256), torch.tensor([[1, 156, 7]], dtype=dtype)
+    loss_sum, items = token_loss()(logits, {"labels": labels})
+    assert int(items) == 3
+    assert float(loss_sum) == pytest.approx(3 * math.log(256))
+    assert int(next_token_loss()(logits, {"labels": labels}).num_items) == 2
 
 
 def test_classification_is_a_token_loss_without_positions() -> None:
@@ -128,7 +139,7 @@ def test_terms_have_their_own_items_and_outputs() -> None:
 def test_a_loss_of_your_own() -> None:
     objective = counted_loss(lambda output, batch: (output.sum(), len(batch)))
     assert objective.count(LOGITS) == {"loss": None}
-    assert objective.positions(LOGITS) == 3
+    assert objective.positions(LOGITS) is None
     assert objective(LOGITS, LOGITS).num_items == 3
     assert counted_loss(lambda output, _: (output.sum(), 3), count=len).count(LOGITS) == {"loss": 3}
 
@@ -172,6 +183,7 @@ def test_a_loss_of_your_own() -> None:
         (lambda: weighted_terms({}), "needs at least one term"),
         (lambda: weighted_terms({"a": token_loss()}), r"give \(objective, coefficient\)"),
         (lambda: weighted_terms({"a": (token_loss(), True)}), "the coefficient of term 'a' is True"),
+        (lambda: weighted_terms({"a": (token_loss(), float("nan"))}), "the coefficient of term 'a' is nan"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_shapes(act: Any, message: str) -> None:

@@ -38,6 +38,15 @@ def test_every_structure_is_cut_along_its_samples() -> None:
     assert split_batch([1, 2, 3], [3]) == [[1, 2, 3]]
 
 
+def test_a_list_of_tensors_is_what_default_collation_makes_of_pairs() -> None:
+    inputs, labels = torch.zeros(5, 2), torch.arange(5)
+    assert num_samples([inputs, labels]) == 5
+    first, _ = split_batch([inputs, labels], [2, 3])
+    assert isinstance(first, tuple)
+    assert first[1].tolist() == [0, 1]
+    assert num_samples({"images": [inputs, inputs, inputs]}) == 3, "inside a dict: one for each sample"
+
+
 @pytest.mark.parametrize(
     ("batch", "sizes", "message"),
     [

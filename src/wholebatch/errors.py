@@ -20,8 +20,10 @@
     ├── PoisonedWindowError (RuntimeError)  beyond the point of no return; restart from the last commit
     └── JudgeError                      a verdict could not be reached, and why
 
-``UpdateError`` means: parameters, optimizer, schedule and counters are as they were before the
-update began, and it may be run again. ``PoisonedWindowError`` means that they may not be.
+``UpdateError`` means: what the update did to parameters, gradients, buffers, random state and
+counters was undone, and it may be run again. (What the loop itself changed inside a window, which is
+what ``ChangedInsideWindowError`` is about, is the loop's to undo.) ``PoisonedWindowError`` means that it
+was not undone.
 """
 
 from __future__ import annotations

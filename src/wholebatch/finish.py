@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,10 @@ class DeclaredSchedule:
         if self.unit in ("sample", "item"):
             consumed = counters.samples if self.unit == "sample" else counters.items
             self.scheduler.last_epoch = int(consumed) - 1
-        self.scheduler.step()
+        with warnings.catch_warnings():
+            # torch expects an optimizer's step before each; a skipped update has none, as declared
+            warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
+            self.scheduler.step()
 
 
 def per_update(scheduler: LRScheduler) -> DeclaredSchedule:
@@ -125,11 +129,39 @@ class Finish:
         schedules: Sequence[DeclaredSchedule],
     ) -> None:
         self.optimizers = tuple(optimizers)
-        self.parameters = own_parameters(optimizers)
+        self._refuse_no_optimizers()
+        self.parameters: list[nn.Parameter] = []
+        self._known_scale: tuple[tuple[int, int] | None, float] | None = None
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._clip = clip_grad_norm
         self._schedules = tuple(schedules)
         self._check()
+        self.begin()
+
+    def begin(self) -> None:
+        """Take in the parameter groups as they are now, and let the scaler make its scale.
+
+        Raises:
+            UnsupportedError: a parameter of two optimizers, or of a kind that can't be stepped exactly.
+        """
+        self.parameters = own_parameters(self.optimizers)
+        held = sum(len(group["params"]) for o in self.optimizers for group in o.param_groups)
+        if held > len(self.parameters):
+            raise UnsupportedError(
+                f"the optimizers hold {held} parameters of which {len(self.parameters)} are different; a "
+                f"parameter of two optimizers or groups would be scaled, clipped and stepped twice"
+            )
+        for optimizer in self.optimizers:
+            _refuse_broken_kernel(optimizer)
+        if self.scaler is None:
+            return
+        if any(parameter.dtype == torch.float16 for parameter in self.parameters):
+            raise UnsupportedError(
+                "a GradScaler can't unscale the gradients of float16 parameters; keep the parameters in "
+                "float32 and run the forward under torch.autocast(dtype=torch.float16)"
+            )
+        if self.scale_mark() is None and self.parameters:
+            self.scaler.scale(torch.zeros((), device=self.parameters[0].device))
 
     def scaled(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale."""
@@ -143,19 +175,22 @@ class Finish:
         scale = getattr(self.scaler, "_scale", None)
         return None if scale is None else (id(scale), scale._version)
 
-    def read(self, ranks: Ranks, scalars: Sequence[Tensor | int | float]) -> Reading:
-        """Take the loss scale out and read the norm and ``scalars`` from the device, once.
-
-        The norm is the one after unscaling. Where its squares overflow although every gradient is
-        finite, it is summed again in float64, so that an infinite norm means an infinite gradient.
-        """
+    def unscale(self) -> None:
+        """Take the loss scale out of the gradients."""
         if self.scaler is not None:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
+
+    def read(self, ranks: Ranks, scalars: Sequence[Tensor | int | float]) -> Reading:
+        """Read the norm and ``scalars`` from the device, once.
+
+        Where the squares of the norm overflow although every gradient is finite, it is summed again
+        with care, so that an infinite norm means an infinite gradient.
+        """
         gradients = gradients_of(self.parameters)
         norm, *values = read_scalars([ranks.gradient_norm(gradients) if gradients else 0.0, *scalars])
         if not math.isfinite(norm):
-            norm = float(ranks.gradient_norm(gradients, dtype=torch.float64))
+            norm = ranks.careful_norm(gradients)
         return Reading(norm=norm, values=values)
 
     def clip_factor(self, norm: float) -> float:
@@ -163,8 +198,16 @@ class Finish:
         return 1.0 if self._clip is None else min(1.0, self._clip / (norm + 1e-6))
 
     def loss_scale(self) -> float | None:
-        """The loss scale of this update; ``None`` without a scaler."""
-        return None if self.scaler is None else float(self.scaler.get_scale())
+        """The loss scale of this update; ``None`` without a scaler. Reads the device if it changed."""
+        mark = self.scale_mark()
+        if self.scaler is not None and (self._known_scale is None or self._known_scale[0] != mark):
+            self._known_scale = (mark, float(self.scaler.get_scale()))
+        return self._known_scale[1] if self._known_scale else None
+
+    def rate_marks(self) -> list[object]:
+        """Changes whenever somebody changes a learning rate; does not read the device."""
+        rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]
 
     def learning_rates(self) -> list[float]:
         """The learning rate of each parameter group, in order."""
@@ -186,12 +229,13 @@ class Finish:
                     self.scaler.step(optimizer)
         if self.scaler is not None:
             self.scaler.update()
+        torch.clear_autocast_cache()  # it holds casts of the parameters as they were
 
-    def skip(self, *, nonfinite: bool) -> None:
+    def skip(self, *, gradient_overflowed: bool) -> None:
         """Leave the optimizers alone; a loss scale that overflowed backs off."""
         if self.scaler is None:
             return
-        if nonfinite:
+        if gradient_overflowed:
             self.scaler.update()
         else:
             self.forget_unscaling()
@@ -209,7 +253,10 @@ class Finish:
     # Refusals -------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        if self._clip is not None and not self._clip > 0:
+        clip = self._clip
+        if clip is not None and (
+            isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0
+        ):
             raise WindowUsageError(
                 f"clip_grad_norm={self._clip!r} is not a positive number; None leaves gradients unclipped"
             )
@@ -220,14 +267,27 @@ class Finish:
                     f"wholebatch.per_update(scheduler), or per_attempted_update, per_sample, per_item "
                     f"from wholebatch.finish"
                 )
+            if not any(schedule.scheduler.optimizer is optimizer for optimizer in self.optimizers):
+                raise WindowUsageError(
+                    f"the {type(schedule.scheduler).__name__} belongs to an optimizer that this window "
+                    f"does not step"
+                )
         for optimizer in self.optimizers:
             _refuse_closure(optimizer)
-            _refuse_broken_kernel(optimizer)
-        if self.scaler is not None and any(p.dtype == torch.float16 for p in self.parameters):
-            raise UnsupportedError(
-                "a GradScaler can't unscale the gradients of float16 parameters; keep the parameters in "
-                "float32 and run the forward under torch.autocast(dtype=torch.float16)"
-            )
+            if any(group.get("differentiable") for group in optimizer.param_groups):
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__}(differentiable=True) keeps the graph of its step; a "
+                    f"window ends with gradients cleared, so use differentiable=False"
+                )
+
+    def _refuse_no_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
+                raise WindowUsageError(
+                    f"optimizer is a {type(optimizer).__name__}; give a torch optimizer, or a list of them"
+                )
+        if not self.optimizers:
+            raise WindowUsageError("a window needs at least one optimizer")
 
 
 @contextmanager
@@ -236,14 +296,14 @@ def _times(optimizer: Optimizer, factor: float) -> Iterator[None]:
     gradients = gradients_of(own_parameters([optimizer]))
     if factor == 1.0:
         yield
-    elif _folds(optimizer, gradients):
+    elif _folds(optimizer, gradients, factor):
         # A fused kernel divides by grad_scale as it reads the gradient, and skips on found_inf. Both
         # are attributes that GradScaler sets and removes in the same way.
         device = gradients[0].device
         fused: Any = optimizer
-        fused.grad_scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
-        fused.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         try:
+            fused.grad_scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
+            fused.found_inf = torch.zeros((), dtype=torch.float32, device=device)
             yield
         finally:
             for name in ("grad_scale", "found_inf"):
@@ -254,13 +314,15 @@ def _times(optimizer: Optimizer, factor: float) -> Iterator[None]:
         yield
 
 
-def _folds(optimizer: Optimizer, gradients: Sequence[Tensor]) -> bool:
+def _folds(optimizer: Optimizer, gradients: Sequence[Tensor], factor: float) -> bool:
     """Whether the optimizer's kernel can take the factor without losing digits."""
     fused = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
         group.get("fused") for group in optimizer.param_groups
     )
-    # grad_scale is a float32; a float64 gradient would lose half its digits to it
-    return fused and all(gradient.dtype != torch.float64 for gradient in gradients)
+    # grad_scale is a float32: a float64 gradient would lose half its digits to it, and a factor far
+    # from 1 does not fit
+    fits = 1e-30 < factor < 1e30
+    return fused and fits and all(gradient.dtype != torch.float64 for gradient in gradients)
 
 
 def _refuse_closure(optimizer: Optimizer) -> None:

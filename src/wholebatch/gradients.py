@@ -40,16 +40,31 @@ def total_norm(gradients: Sequence[Tensor], *, dtype: torch.dtype | None = None)
         0-dimensional tensor on the first gradient's device; nothing is read by the host.
 
     Exactness: rounding of one sum in ``dtype``. Overflows to infinity where the squares of finite
-    gradients leave ``dtype``; the caller then asks again in float64.
+    gradients leave ``dtype``; :func:`careful_norm` does not.
     """
     home = gradients[0].device
-    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     norms: list[Tensor] = []
-    for group in _by_kind(dense):
+    for group in _by_kind([_real(gradient) for gradient in gradients]):
         wide = dtype or torch.promote_types(group[0].dtype, torch.float32)
         norms += [norm.to(home) for norm in torch._foreach_norm(group, 2, dtype=wide)]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
+
+
+@torch.no_grad()
+def careful_norm(gradients: Sequence[Tensor]) -> float:
+    """The same norm where its squares overflow: ``m * sqrt(sum (g / m)^2)`` with ``m = max |g|``.
+
+    Returns:
+        A number; infinite or NaN only where some gradient is. Reads the device.
+
+    Exactness: rounding of one sum in float64.
+    """
+    wide = [_real(gradient).to(torch.float64) for gradient in gradients]
+    largest = max(float(gradient.abs().max()) if gradient.numel() else 0.0 for gradient in wide)
+    if not 0.0 < largest < float("inf") or any(bool(gradient.isnan().any()) for gradient in wide):
+        return float(total_norm(wide))
+    return largest * float(total_norm([gradient / largest for gradient in wide]))
 
 
 @torch.no_grad()
@@ -98,10 +113,22 @@ def copy_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Paramete
     return [(p, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
 
 
+def gradient_marks(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
+    """Marks that change whenever a gradient is written, replaced or cleared; reads no value."""
+    gradients = (parameter.grad for parameter in parameters)
+    return [(0, 0) if g is None else (id(g), g._version) for g in gradients]
+
+
 def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Set every gradient to ``None``."""
     for parameter in parameters:
         parameter.grad = None
+
+
+def _real(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient that may be sparse or complex."""
+    dense = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.view_as_real(dense) if dense.is_complex() else dense
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

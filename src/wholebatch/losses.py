@@ -170,7 +170,7 @@ def _labels(batch: Any, selector: Selector, name: str) -> Tensor:
     found = _select(batch, selector, name)
     if found.is_floating_point() or found.dtype == torch.bool:
         raise ObjectiveError(f"{name} takes integer labels, got {found.dtype} of shape {list(found.shape)}")
-    return found
+    return found.long()  # in a narrower dtype an ignore_index of -100 would wrap
 
 
 def _select(batch: Any, selector: Selector, name: str) -> Tensor:

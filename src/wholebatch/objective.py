@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -44,8 +46,9 @@ class Objective(Protocol):
     def count(self, batch: Any) -> Mapping[str, Number | None]:
         """Items of one micro-batch by term, before its forward; ``None`` where unknowable."""
 
-    def positions(self, batch: Any) -> int:
-        """Elements that the forward computes for this micro-batch, padding included."""
+    def positions(self, batch: Any) -> int | None:
+        """Elements that the forward computes for this micro-batch, padding included; ``None`` where
+        they are its samples."""
 
     def __call__(self, output: Any, batch: Any) -> LossSum | Mapping[str, LossSum]:
         """The summed loss of one micro-batch and its items."""
@@ -62,13 +65,13 @@ class SummedLoss:
         name: what messages call it.
         loss: ``loss(output, batch) -> (loss_sum, num_items)``, a sum that is not divided.
         items: ``items(batch) -> num_items`` ahead of the forward, or ``None`` where unknowable.
-        forward_positions: ``forward_positions(batch) -> int``; by default the batch's samples.
+        forward_positions: ``forward_positions(batch) -> int``, or ``None`` where they are the samples.
     """
 
     name: str
     loss: Callable[[Any, Any], tuple[Tensor, Number]]
     items: Callable[[Any], Number] | None = None
-    forward_positions: Callable[[Any], int] = num_samples
+    forward_positions: Callable[[Any], int] | None = None
 
     @property
     def coefficients(self) -> Mapping[str, float]:
@@ -77,8 +80,8 @@ class SummedLoss:
     def count(self, batch: Any) -> Mapping[str, Number | None]:
         return {"loss": None if self.items is None else self.items(batch)}
 
-    def positions(self, batch: Any) -> int:
-        return self.forward_positions(batch)
+    def positions(self, batch: Any) -> int | None:
+        return None if self.forward_positions is None else self.forward_positions(batch)
 
     def __call__(self, output: Any, batch: Any) -> LossSum:
         return as_loss_sum(self.loss(output, batch), name=self.name)
@@ -97,8 +100,9 @@ class WeightedTerms:
     def count(self, batch: Any) -> Mapping[str, Number | None]:
         return {name: objective.count(batch)["loss"] for name, (objective, _) in self.terms.items()}
 
-    def positions(self, batch: Any) -> int:
-        return max(objective.positions(batch) for objective, _ in self.terms.values())
+    def positions(self, batch: Any) -> int | None:
+        known = [objective.positions(batch) for objective, _ in self.terms.values()]
+        return max((positions for positions in known if positions is not None), default=None)
 
     def __call__(self, output: Any, batch: Any) -> Mapping[str, LossSum]:
         by_term = isinstance(output, Mapping) and all(name in output for name in self.terms)
@@ -140,7 +144,7 @@ def counted_loss(
     loss: Callable[[Any, Any], tuple[Tensor, Number]],
     *,
     count: Callable[[Any], Number] | None = None,
-    positions: Callable[[Any], int] = num_samples,
+    positions: Callable[[Any], int] | None = None,
 ) -> SummedLoss:
     """Any loss of your own that returns ``(loss_sum, num_items)``.
 
@@ -150,7 +154,8 @@ def counted_loss(
         loss: ``loss(output, batch) -> (loss_sum, num_items)``.
         count: ``count(batch) -> num_items`` ahead of the forward. Without it the window runs with a
             provisional denominator and corrects it once at the finish.
-        positions: elements that the forward computes for a micro-batch, padding included.
+        positions: elements that the forward computes for a micro-batch, padding included; by default
+            its samples.
 
     Returns:
         An objective with one term.
@@ -185,7 +190,7 @@ def weighted_terms(terms: Mapping[str, tuple[SummedLoss, float]]) -> WeightedTer
         if not (isinstance(term, tuple) and len(term) == 2 and isinstance(term[0], SummedLoss)):
             raise ObjectiveError(f"term {name!r} is {term!r}; give (objective, coefficient)")
         coefficient = term[1]
-        if isinstance(coefficient, bool) or not isinstance(coefficient, int | float):
+        if isinstance(coefficient, bool) or not isinstance(coefficient, Real) or not isfinite(coefficient):
             raise ObjectiveError(f"the coefficient of term {name!r} is {coefficient!r}; give a number")
         checked[name] = (term[0], float(coefficient))
     return WeightedTerms(terms=MappingProxyType(checked))
@@ -220,9 +225,12 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
         )
     if isinstance(items, Tensor) and items.numel() != 1:
         raise ObjectiveError(f"{name} gave num_items of shape {list(items.shape)}; give one number")
-    if not isinstance(items, Tensor) and (isinstance(items, bool) or not isinstance(items, int | float)):
-        raise ObjectiveError(f"{name} gave num_items={items!r}; give a number of items")
-    return LossSum(loss_sum, items)
+    if isinstance(items, Tensor):
+        return LossSum(loss_sum, items.detach())
+    number: Any = items
+    if isinstance(items, bool) or not isinstance(items, Real) or not -(2**53) <= number <= 2**53:
+        raise ObjectiveError(f"{name} gave num_items={items!r}; give a number of items, below 2^53")
+    return LossSum(loss_sum, float(items))
 
 
 def sums_as_given(output: Any, batch: Any) -> LossSum:  # noqa: ARG001

@@ -52,8 +52,8 @@ class _Kept:
     owner: nn.Module
     key: str
     name: str
-    tensor: torch.Tensor
-    value: torch.Tensor
+    tensor: torch.Tensor | None
+    value: torch.Tensor | None
 
 
 class BufferKeeper:
@@ -78,27 +78,45 @@ class BufferKeeper:
                 key=key,
                 name=f"{prefix}.{key}" if prefix else key,
                 tensor=tensor,
-                value=tensor.detach().clone(),
+                value=None if tensor is None else tensor.detach().clone(),
             )
             for prefix, owner in self._module.named_modules()
             for key, tensor in owner._buffers.items()
-            if tensor is not None
         ]
 
     def moved(self) -> list[str]:
         """Names of the buffers whose values differ from those at :meth:`keep`. Reads the device."""
-        return [kept.name for kept in self._kept if not _same(kept.owner._buffers[kept.key], kept.value)]
+        return [
+            kept.name for kept in self._kept if not _same(kept.owner._buffers.get(kept.key), kept.value)
+        ]
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Make every buffer what it was at :meth:`keep`: the same tensor with the same values.
 
+        A buffer whose shape was changed in place, or that can't be written, becomes a new tensor.
+
         Exactness: bit for bit.
         """
         for kept in self._kept:
-            kept.tensor.copy_(kept.value)
-            kept.owner._buffers[kept.key] = kept.tensor
+            kept.owner._buffers[kept.key] = _with_value(kept.tensor, kept.value)
+
+    def forget(self) -> None:
+        """Let go of the copies."""
+        self._kept = []
 
 
-def _same(now: torch.Tensor | None, then: torch.Tensor) -> bool:
-    return now is not None and now.shape == then.shape and bool(torch.eq(now, then).all())
+def _with_value(tensor: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
+    """``tensor`` with ``value`` written into it; ``value`` itself where it can't be written."""
+    if tensor is None or value is None or tensor.shape != value.shape:
+        return value
+    try:
+        return tensor.copy_(value)
+    except RuntimeError:  # expanded over one memory, or made under inference_mode
+        return value
+
+
+def _same(now: torch.Tensor | None, then: torch.Tensor | None) -> bool:
+    if now is None or then is None:
+        return now is then
+    return now.shape == then.shape and bool(torch.eq(now, then).all())

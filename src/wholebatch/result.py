@@ -134,9 +134,12 @@ def whole(number: float) -> int | float:
 def without_graph(loss: LossSum) -> LossSum:
     """``loss`` with its graph let go, also in the tensor that the caller holds.
 
+    A parameter that is itself the loss stays a parameter, and a view keeps its graph: torch can't take
+    it away.
+
     Exactness: no arithmetic; the same values.
     """
     held = loss.loss_sum
-    if held._base is None:
+    if held.grad_fn is not None and held._base is None:
         held.detach_()
     return LossSum(held.detach(), loss.num_items)

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from wholebatch.errors import StaleGradientsError, WindowUsageError
-from wholebatch.gradients import clear_gradients, copy_gradients
+from wholebatch.gradients import clear_gradients, gradient_marks
 from wholebatch.replay import BufferKeeper, RandomState
 
 OnStaleGradients = Literal["raise", "clear", "include"]
@@ -18,69 +18,87 @@ class Snapshot:
     """The state of a model before the first micro-batch of an update.
 
     Args:
-        model: whose buffers and mode are watched.
-        parameters: those that the window's optimizers move.
+        model: whose parameters, buffers and mode are watched.
         on_stale_gradients: what to do with gradients that are there before the first micro-batch.
     """
 
-    def __init__(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], on_stale_gradients: OnStaleGradients
-    ) -> None:
+    def __init__(self, model: nn.Module, on_stale_gradients: OnStaleGradients) -> None:
         if on_stale_gradients not in ("raise", "clear", "include"):
             raise WindowUsageError(
                 f'on_stale_gradients={on_stale_gradients!r} is none of "raise", "clear", "include"'
             )
         self._model = model
-        self._parameters = parameters
         self._on_stale = on_stale_gradients
         self._buffers = BufferKeeper(model)
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._random: RandomState | None = None
         self._taken = False
-        self._included: list[tuple[nn.Parameter, Tensor | None]] = []
-        self._versions: list[int] = []
-        self._modes: list[bool] = []
+        self._parameters: Sequence[nn.Parameter] = ()
+        self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._watched: list[nn.Parameter] = []
+        self._states: list[tuple[int, bool]] = []
+        self._modes: dict[nn.Module, bool] = {}
+        self._marks: list[tuple[int, int]] = []
+        self._random: RandomState | None = None
 
-    def take(self) -> None:
+    @property
+    def includes_stale(self) -> bool:
+        """Whether gradients found at the start belong to the update."""
+        return self._on_stale == "include"
+
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
         """Remember the state as it is now.
+
+        Args:
+            parameters: those that the window's optimizers move.
 
         Raises:
             StaleGradientsError: gradients are there already and the caller wants to hear of it.
         """
-        self._taken, self._included = False, []
-        stale = [self._name(p) for p in self._parameters if p.grad is not None]
+        self._parameters = parameters
+        stale = [p for p in parameters if p.grad is not None]
         if stale and self._on_stale == "raise":
+            names = [self._name(parameter) for parameter in stale[:3]]
             raise StaleGradientsError(
-                f"{len(stale)} of {len(self._parameters)} parameters have a gradient before the first "
-                f"micro-batch of this update ({_first(stale, 3)}); it would be added to the update. A "
-                f"backward outside the window left it: another window whose loss runs through these "
-                f"parameters (a generator's through its discriminator), a loop that stepped without "
-                f"clearing, or zero_grad(set_to_none=False). Set them to None, or give the window "
-                f'on_stale_gradients="clear", or "include" to add them on purpose'
+                f"{len(stale)} of {len(parameters)} parameters have a gradient before the first "
+                f"micro-batch of this update ({', '.join(names)}{', ...' if len(stale) > 3 else ''}); it "
+                f"would be added to the update. A backward outside the window left it: another window "
+                f"whose loss runs through these parameters (a generator's through its discriminator), a "
+                f"loop that stepped without clearing, or zero_grad(set_to_none=False). Set them to None, "
+                f'or give the window on_stale_gradients="clear", or "include" to add them on purpose'
             )
-        if stale and self._on_stale == "clear":
-            clear_gradients(self._parameters)
-        elif stale:
-            self._included = copy_gradients(self._parameters)
         self._buffers.keep()
         self._random = RandomState.capture()
-        self._versions = [parameter._version for parameter in self._parameters]
-        self._modes = [module.training for module in self._model.modules()]
+        self._set_aside = [(p, p.grad) for p in stale if p.grad is not None]
+        clear_gradients(stale)
+        self._watched = [*self._model.parameters(), *parameters]
+        self._states = _states(self._watched)
+        self._modes = {module: module.training for module in self._model.modules()}
+        self.mark_gradients()
         self._taken = True
 
+    def mark_gradients(self) -> None:
+        """Note the gradients after a backward of the window."""
+        self._marks = gradient_marks(self._parameters)
+
     def changed(self) -> str | None:
-        """What changed since :meth:`take` although a window must leave it alone, in words."""
-        for parameter, version in zip(self._parameters, self._versions, strict=True):
-            if parameter._version != version:
-                return f"the parameter {self._name(parameter)} was written"
-        modes = [module.training for module in self._model.modules()]
-        if modes != self._modes:
+        """What changed since :meth:`take` although a window must leave it alone, in words.
+
+        Writes through ``.data`` are not seen: torch does not count them.
+        """
+        if gradient_marks(self._parameters) != self._marks:
+            return "gradients were written or cleared (zero_grad, clipping, another backward)"
+        for parameter, before, now in zip(self._watched, self._states, _states(self._watched), strict=True):
+            if before != now:
+                how = "written" if before[0] != now[0] else "frozen or unfrozen"
+                return f"the parameter {self._name(parameter)} was {how}"
+        if any(module.training != training for module, training in self._modes.items()):
             return "the model was switched between train() and eval()"
         return None
 
-    def put_back_buffers(self) -> None:
-        """Undo what the forwards did to buffers, bit for bit."""
-        self._buffers.put_back()
+    def add_included(self) -> None:
+        """Add the gradients that were there at the start, where they belong to the update."""
+        if self.includes_stale:
+            for parameter, stale in self._set_aside:
+                parameter.grad = stale if parameter.grad is None else parameter.grad + stale
 
     def rewind(self) -> None:
         """Put buffers and random state back and keep watching, to run the same forwards again."""
@@ -88,18 +106,39 @@ class Snapshot:
         if self._random is not None:
             self._random.restore()
 
+    def put_back_after_skip(self) -> None:
+        """Undo what the forwards did to buffers, and keep gradients that still wait to be included."""
+        self._buffers.put_back()
+        if self.includes_stale:
+            self._put_back_gradients()
+
     def put_back(self) -> None:
-        """Buffers, random state and gradients as they were at :meth:`take`, if it got that far."""
+        """Buffers, random state, mode and gradients as they were at :meth:`take`, if it got that far."""
         if not self._taken:
             return
+        self._put_back_gradients()
+        for module, training in self._modes.items():
+            module.training = training
         self.rewind()
+
+    def forget(self) -> None:
+        """Let go of everything that was remembered."""
+        self._taken = False
+        self._parameters, self._set_aside, self._watched = (), [], []
+        self._states, self._modes, self._marks, self._random = [], {}, [], None
+        self._buffers.forget()
+
+    def _put_back_gradients(self) -> None:
         clear_gradients(self._parameters)
-        for parameter, gradient in self._included:
+        for parameter, gradient in self._set_aside:
             parameter.grad = gradient
 
     def _name(self, parameter: nn.Parameter) -> str:
-        return self._names.get(id(parameter), f"a parameter of shape {list(parameter.shape)}")
+        for name, one in self._model.named_parameters():
+            if one is parameter:
+                return name
+        return f"a parameter of shape {list(parameter.shape)}"
 
 
-def _first(names: Sequence[str], most: int) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+def _states(parameters: Sequence[nn.Parameter]) -> list[tuple[int, bool]]:
+    return [(parameter._version, parameter.requires_grad) for parameter in parameters]

@@ -1,8 +1,9 @@
 """Cut a batch into micro-batches along its samples.
 
-A batch is a tensor, or a dict or tuple of batches, with samples in dimension 0. A list is one
-entry per sample. Numbers, strings, ``None`` and 0-dimensional tensors belong to all samples and
-go to every micro-batch unchanged.
+A batch is a tensor, or a dict or tuple of batches, with samples in dimension 0. A list is one entry
+per sample, except that a batch which *is* a list of tensors counts as a tuple of them: torch's default
+collation makes ``[inputs, labels]`` of samples that are pairs. Numbers, strings, ``None`` and
+0-dimensional tensors belong to all samples and go to every micro-batch unchanged.
 """
 
 from __future__ import annotations
@@ -31,18 +32,20 @@ def num_samples(batch: Any) -> int:
         SplitError: two parts disagree, nothing in the batch has a dimension of samples, or a
             part is of a type that can't be cut.
     """
-    lengths = dict(_lengths(batch, "batch"))
+    lengths = dict(_lengths(_as_collated(batch), "batch"))
     if not lengths:
         raise SplitError(
             f"a batch of type {type(batch).__name__} holds no tensor or list with a dimension of samples; "
-            f"pass a tensor, tuple or dict with samples in dimension 0"
+            f"pass a tensor, tuple or dict with samples in dimension 0, or give the window "
+            f"count_samples=, a function that tells the samples of such a batch"
         )
     first_path, first = next(iter(lengths.items()))
     for path, length in lengths.items():
         if length != first:
             raise SplitError(
                 f"parts of one batch disagree on the number of samples: {first_path} has {first}, "
-                f"{path} has {length}; every tensor and list needs samples in dimension 0"
+                f"{path} has {length}; every tensor and list needs samples in dimension 0 (or give the "
+                f"window count_samples=)"
             )
     return first
 
@@ -70,7 +73,14 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
             f"micro-batches of {list(sizes)} samples hold {sum(sizes)} together, but the batch has {total}"
         )
     ends = list(accumulate(sizes))
-    return [_cut(batch, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    parts = _as_collated(batch)
+    return [_cut(parts, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _as_collated(batch: Any) -> Any:
+    """A list of tensors as the tuple that it stands for."""
+    tensors = isinstance(batch, list) and batch and all(_is_array(part) and part.ndim for part in batch)
+    return tuple(batch) if tensors else batch
 
 
 def _lengths(part: Any, path: str) -> Iterator[tuple[str, int]]:
@@ -90,7 +100,7 @@ def _lengths(part: Any, path: str) -> Iterator[tuple[str, int]]:
     else:
         raise SplitError(
             f"{path} is a {type(part).__name__}, which can't be cut into micro-batches; "
-            f"use tensors, tuples, dicts and lists of samples"
+            f"use tensors, tuples, dicts and lists of samples, or give the window count_samples="
         )
 
 

@@ -6,7 +6,8 @@ in four parts of 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,11 @@ from wholebatch.errors import ObjectiveError, WindowUsageError
 from wholebatch.gradients import read_scalars
 from wholebatch.objective import Number, Objective
 from wholebatch.order import format_digest, sample_digest
-from wholebatch.split import num_samples
+from wholebatch.ranks.agreement import same_everywhere
 
 _DIGEST_PARTS = 4
-_FIXED = 6 + _DIGEST_PARTS  # numbers of a payload before the terms
+_COUNTS = 9
+_FIXED = _COUNTS + _DIGEST_PARTS  # numbers of a payload before the terms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +30,8 @@ class Tally:
         micro_batches, samples, positions: how many of each.
         digest: commutative digest of the sample ids, ``None`` where they are not known.
         items: for each micro-batch and term, the items counted ahead; ``None`` where unknowable.
+        settings: fingerprint of what must be the same on every rank.
+        needs_reset: whether the engine was left armed on this rank.
     """
 
     micro_batches: int
@@ -35,9 +39,11 @@ class Tally:
     positions: int
     digest: int | None
     items: tuple[tuple[float | None, ...], ...]
+    settings: int
+    needs_reset: bool
 
     def payload(self, num_terms: int) -> list[float]:
-        """The numbers to add up over the replicas: ``10 + 2 * num_terms`` of them."""
+        """The numbers to add up over the replicas, ``payload_size(num_terms)`` of them."""
         digest = self.digest or 0
         parts = [float(digest >> (16 * part) & 0xFFFF) for part in range(_DIGEST_PARTS)]
         columns = [[row[term] for row in self.items] for term in range(num_terms)]
@@ -48,6 +54,9 @@ class Tally:
             float(self.samples),
             float(self.positions),
             float(self.micro_batches > 0 and self.digest is None),
+            float(self.settings),
+            float(self.settings**2),
+            float(self.needs_reset),
             *parts,
             *(sum(number for number in column if number is not None) for column in columns),
             *(float(any(number is None for number in column)) for column in columns),
@@ -62,6 +71,8 @@ class GlobalTally:
         micro_batches, samples, positions: how many of each, over all replicas.
         uneven: whether the replicas hold different numbers of micro-batches.
         ranks_without: replicas that hold none.
+        same_settings: whether every replica has the same.
+        reset: whether the engine was left armed on some replica.
         digest: 16 hex digits, ``None`` where some sample ids are not known.
         items: N of each term, ``None`` where unknown before the forward.
     """
@@ -71,14 +82,16 @@ class GlobalTally:
     positions: int
     uneven: bool
     ranks_without: int
+    same_settings: bool
+    reset: bool
     digest: str | None
     items: tuple[float | None, ...]
 
     @classmethod
     def from_sums(cls, sums: Sequence[float], *, num_replicas: int, num_terms: int) -> GlobalTally:
         """Read payloads that were added up over ``num_replicas``."""
-        micro_batches, squares, without, samples, positions, anonymous = sums[:6]
-        parts = sums[6:_FIXED]
+        micro_batches, squares, without, samples, positions, anonymous, *settings, reset = sums[:_COUNTS]
+        parts = sums[_COUNTS:_FIXED]
         digest = sum(round(part) << (16 * place) for place, part in enumerate(parts)) % 2**64
         items = sums[_FIXED : _FIXED + num_terms]
         unknown = sums[_FIXED + num_terms :]
@@ -86,8 +99,10 @@ class GlobalTally:
             micro_batches=round(micro_batches),
             samples=round(samples),
             positions=round(positions),
-            uneven=num_replicas * squares != micro_batches**2,
+            uneven=not same_everywhere(micro_batches, squares, num_replicas),
             ranks_without=round(without),
+            same_settings=same_everywhere(settings[0], settings[1], num_replicas),
+            reset=reset > 0,
             digest=None if anonymous else format_digest(digest),
             items=tuple(
                 None if unknowable else number for number, unknowable in zip(items, unknown, strict=True)
@@ -100,20 +115,31 @@ def payload_size(num_terms: int) -> int:
     return _FIXED + 2 * num_terms
 
 
+def fingerprint(*settings: object) -> int:
+    """A number of 20 bits that is the same for the same settings; its square adds up exactly."""
+    return zlib.crc32(repr(settings).encode()) & 0xFFFFF
+
+
 def tally(
     batches: Sequence[Any],
     objective: Objective,
     *,
+    count_samples: Callable[[Any], int],
     sample_ids: Iterable[int] | None,
     counted: Sequence[Mapping[str, Number]] | None,
+    settings: int,
+    needs_reset: bool,
 ) -> Tally:
     """Count what ``batches`` hold.
 
     Args:
         batches: this rank's micro-batches of one window.
         objective: counts the items.
+        count_samples: tells the samples of a micro-batch.
         sample_ids: ids of this rank's samples; by default each batch's own ``"sample_ids"``.
         counted: items of each micro-batch by term where a counting pass found them.
+        settings: fingerprint of what must be the same on every rank.
+        needs_reset: whether the engine was left armed on this rank.
 
     Raises:
         ObjectiveError: a number of items that is negative or not finite.
@@ -132,13 +158,16 @@ def tally(
             )
     table = [None if given is None else number for given, number in zip(flat, known, strict=True)]
     rows = [tuple(table[start : start + len(terms)]) for start in range(0, len(table), len(terms))]
-    samples = sum(num_samples(batch) for batch in batches)
+    samples = [count_samples(batch) for batch in batches]
+    positions = [objective.positions(batch) for batch in batches]
     return Tally(
         micro_batches=len(batches),
-        samples=samples,
-        positions=sum(objective.positions(batch) for batch in batches),
-        digest=_digest(batches, sample_ids, samples),
+        samples=sum(samples),
+        positions=sum(of if p is None else p for p, of in zip(positions, samples, strict=True)),
+        digest=_digest(batches, sample_ids, sum(samples)),
         items=tuple(rows),
+        settings=settings,
+        needs_reset=needs_reset,
     )
 
 

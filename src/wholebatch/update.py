@@ -48,7 +48,7 @@ from wholebatch.result import (
     without_graph,
 )
 from wholebatch.snapshot import Snapshot
-from wholebatch.tally import GlobalTally, tally
+from wholebatch.tally import GlobalTally, fingerprint, tally
 
 # loss_fn(model, batch) -> (loss_sum, num_items), or {term: (loss_sum, num_items)}
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -59,7 +59,9 @@ class WindowParts:
     """What the updates of one window share.
 
     Attributes:
-        provisional_items: N of the last applied update, where N is known only after the forwards.
+        count_samples: tells the samples of a micro-batch.
+        settings: what must be the same on every rank, in words.
+        provisional_items: N of the last update, where N is known only after the forwards.
         poisoned: why no further update can run, or ``None``.
         open_update: the update that is under way, or ``None``.
     """
@@ -72,6 +74,8 @@ class WindowParts:
     agreement: Agreement
     snapshot: Snapshot
     on_nonfinite: Literal["skip", "raise"]
+    count_samples: Callable[[Any], int]
+    settings: str
     counters: Counters = field(default_factory=Counters)
     provisional_items: float | None = None
     poisoned: str | None = None
@@ -101,10 +105,12 @@ class Update:
         self._turns: Generator[Any] | None = None
         self._turn = -1  # the micro-batch that is open
         self._waits_for_backward = False
+        self._held: list[Any] = []
         self._losses: list[dict[str, LossSum]] = []  # detached, by micro-batch
         self._pending: PendingExchange | None = None
         self._tally: GlobalTally | None = None
         self._shares: dict[str, float] = {}  # what each term's summed loss is multiplied by
+        self._entered = False
         self._agreed = False  # every rank knows how this update ended
         self._irrevocable = False
         self._unscaled = False
@@ -123,14 +129,15 @@ class Update:
         window = self._window
         if window.poisoned:
             raise PoisonedWindowError(window.poisoned)
-        if window.open_update is not None:
+        if window.open_update is not None or self._entered:
             raise WindowUsageError(
-                "another update of this window is under way, or this one was entered twice; leave its "
-                "with block first"
+                "another update of this window is under way, or this one was entered before; leave the "
+                "with block first, and make a new update with window.update for each"
             )
-        self._started = perf_counter()
-        window.open_update = self
         try:
+            window.open_update, self._entered = self, True
+            self._started = perf_counter()
+            self._counters_before = window.counters.state_dict()
             self._begin()
         except BaseException as error:
             self._end_without_commit(error)
@@ -139,13 +146,22 @@ class Update:
 
     def _begin(self) -> None:
         """Count what this rank holds, and begin to add it up over the replicas."""
-        window = self._window
+        window, finish = self._window, self._window.finish
+        finish.begin()
         window.ranks.begin()
-        window.snapshot.take()
-        self._scale_mark = window.finish.scale_mark()
+        window.ranks.check_parameters(finish.parameters)
+        window.snapshot.take(finish.parameters)
+        self._loss_scale, self._scale_mark = finish.loss_scale(), finish.scale_mark()
+        self._rate_marks = finish.rate_marks()
         self._held = _micro_batches(self._batches, window.plan)
         self._ahead = tally(
-            self._held, window.objective, sample_ids=self._sample_ids, counted=self._counting_pass()
+            self._held,
+            window.objective,
+            count_samples=window.count_samples,
+            sample_ids=self._sample_ids,
+            counted=self._counting_pass(),
+            settings=fingerprint(window.settings, window.provisional_items, self._loss_scale),
+            needs_reset=window.ranks.needs_reset,
         )
         self._pending = window.agreement.exchange(
             self._ahead.payload(len(window.terms)), doing="adding up what the window holds"
@@ -176,13 +192,19 @@ class Update:
         )
         if total.micro_batches == 0:
             raise WindowUsageError("an update needs at least one micro-batch on some rank; got none")
+        if not total.same_settings:
+            raise WindowUsageError(
+                f"the ranks do not have the same settings; this one has {window.settings}, the provisional "
+                f"denominator {window.provisional_items} and the loss scale {self._loss_scale}. Build the "
+                f"window and load its state alike on every rank"
+            )
         plan = window.plan
         if plan is not None and total.samples > plan.global_batch_samples:
             raise WindowUsageError(
                 f"this update holds {total.samples} samples over {ranks.num_replicas} replicas, more than "
                 f"the plan's global batch of {plan.global_batch_samples}"
             )
-        ranks.open_window(uneven=total.uneven, ranks_without=total.ranks_without)
+        ranks.open_window(uneven=total.uneven, ranks_without=total.ranks_without, reset=total.reset)
         unknown = [term for term, n in zip(window.terms, total.items, strict=True) if n is None]
         if unknown and len(window.terms) > 1:
             raise ObjectiveError(
@@ -190,8 +212,14 @@ class Update:
                 f"correction at the finish can't mend one of {len(window.terms)} denominators; give that "
                 f"term a count, or use window.run(..., counting_pass=True)"
             )
-        # Provisional: the last update's N is near enough to keep float16 in range.
-        self._provisional = window.provisional_items or float(total.samples)
+        if unknown and window.snapshot.includes_stale:
+            raise ObjectiveError(
+                'on_stale_gradients="include" needs the number of items ahead of the forward: the '
+                "correction of a provisional denominator would scale the included gradient too. Give the "
+                "objective a count"
+            )
+        # Provisional: the last update's N, corrected once it is known. The first update has none.
+        self._provisional = window.provisional_items or float(max(1, total.positions))
         for (term, coefficient), n in zip(window.objective.coefficients.items(), total.items, strict=True):
             n = self._provisional if n is None else n
             self._shares[term] = coefficient * ranks.divisor / n if n > 0 else 0.0
@@ -244,20 +272,52 @@ class Update:
                 "update.backward belongs once into each turn of `for batch in update`; give several terms "
                 "at once, as update.backward({name: (loss_sum, num_items), ...})"
             )
-        ranks = self._window.ranks
+        ranks, snapshot = self._window.ranks, self._window.snapshot
         by_term = self._by_term(loss)
         self._settle()
+        self._refuse_changes()
         parts = [given.loss_sum * self._shares[term] for term, given in by_term.items()]
         weighted = torch.stack([part.reshape(()) for part in parts]).sum() if len(parts) > 1 else parts[0]
         if self._can_run_backward(weighted, by_term):
+            # A backward that fails half way has added some of its gradients, so it can't be repeated.
+            self._waits_for_backward = False
             ranks.check_forward()
             if ranks.synchronises:
-                self._window.agreement.exchange(doing="about to reduce gradients").wait()
-                self._irrevocable = True
+                self._meet_before_reducing()
             ranks.backward(self._window.finish.scaled(weighted))
             self._irrevocable = False
+            snapshot.mark_gradients()
         self._losses.append({term: without_graph(given) for term, given in by_term.items()})
         self._waits_for_backward = False
+
+    def _refuse_changes(self) -> None:
+        """Refuse what the loop changed and a window must find as it left it."""
+        window = self._window
+        changed = window.snapshot.changed()
+        if window.finish.scale_mark() != self._scale_mark:
+            changed = "the loss scale was updated"
+        elif window.finish.rate_marks() != self._rate_marks:
+            changed = "a learning rate was changed"
+        if changed:
+            raise ChangedInsideWindowError(
+                f"rank {window.ranks.rank}: {changed} inside the window, so that its micro-batches belong "
+                f"to different updates; do that between updates. What the update did was rolled back, what "
+                f"the loop itself changed was not"
+            )
+
+    def _meet_before_reducing(self) -> None:
+        """Wait until every rank is about to reduce; what fails from here on can't be rolled back."""
+        self._wait_for_all(self._window.agreement.exchange(doing="about to reduce gradients"))
+
+    def _wait_for_all(self, pending: PendingExchange) -> list[float]:
+        """Wait for an exchange after which the others go on. An interrupt while waiting comes too
+        late for them to hear of it, so it counts as beyond the point of no return."""
+        self._irrevocable = True
+        try:
+            return pending.wait()
+        except OtherRankFailedError:
+            self._irrevocable = False  # all have heard, and none goes on
+            raise
 
     def _by_term(self, loss: Any) -> dict[str, LossSum]:
         """``loss`` checked, in the order of the objective's terms."""
@@ -290,16 +350,16 @@ class Update:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._turns is not None:
-            self._turns.close()  # leaves the scope of a micro-batch that was open
-        if error is None:
-            try:
+        try:
+            if self._turns is not None:
+                self._turns.close()  # leaves the scope of a micro-batch that was open
+            if error is None:
                 self._commit()
-                return
-            except BaseException as raised:
-                self._end_without_commit(raised)
-                raise
-        self._end_without_commit(error)
+        except BaseException as raised:
+            self._end_without_commit(raised)
+            raise
+        if error is not None:
+            self._end_without_commit(error)
 
     def _commit(self) -> None:
         window, ranks = self._window, self._window.ranks
@@ -309,9 +369,10 @@ class Update:
                 f"update was rolled back, nothing was counted"
             )
         total = self._settle()
+        self._refuse_changes()
         if ranks.reduces_at_the_end:
-            window.agreement.exchange(doing="about to reduce gradients").wait()
-            self._irrevocable = True
+            ranks.check_before_reducing(window.finish.parameters)
+            self._meet_before_reducing()
         ranks.complete_reduction(window.finish.parameters)
         self._irrevocable = False
         gradient_norm, result = self._agree_on_result()
@@ -322,7 +383,10 @@ class Update:
         window, ranks = self._window, self._window.ranks
         terms, held = len(window.terms), len(self._held)
         given = [loss for by_term in self._losses for loss in by_term.values()]
+        self._learning_rates = window.finish.learning_rates()
         self._unscaled = True
+        window.finish.unscale()
+        window.snapshot.add_included()
         reading = window.finish.read(
             ranks, [loss.loss_sum for loss in given] + [loss.num_items for loss in given]
         )
@@ -341,7 +405,7 @@ class Update:
         )
         self._agreed = True
         try:
-            sums = pending.wait()
+            sums = self._wait_for_all(pending)
         except OtherRankFailedError as other:
             raise problem or other from None
         return reading.norm, GlobalResult.from_sums(sums, num_replicas=ranks.num_replicas, num_terms=terms)
@@ -349,18 +413,15 @@ class Update:
     def _problem(self, result: Result) -> UpdateError | None:
         """Why this rank can't commit, if so."""
         window = self._window
-        changed = window.snapshot.changed()
-        if self._scale_mark not in (None, window.finish.scale_mark()):
-            changed = "the loss scale was updated"
-        if changed:
-            return ChangedInsideWindowError(
-                f"rank {window.ranks.rank}: {changed} inside the window, so that its micro-batches belong "
-                f"to different updates; do that between updates. Everything was rolled back"
-            )
         for index, (ahead, summed) in enumerate(zip(self._ahead.items, result.items, strict=True)):
             for term, counted, number in zip(window.terms, ahead, summed, strict=True):
                 wanted = number if counted is None else counted
-                if not abs(number - wanted) <= 1e-6 * max(1.0, wanted):
+                if not 0.0 <= number < math.inf:
+                    return CountMismatchError(
+                        f"{self._where(index)}: the loss of term {term!r} says that it summed {number:g} "
+                        f"items; a number of items is finite and not negative"
+                    )
+                if abs(number - wanted) > 1e-6 * wanted:
                     return CountMismatchError(
                         f"{self._where(index)}: the loss of term {term!r} summed {number:g} items and the "
                         f"objective counted {wanted:g} ahead of the forward; count what is summed (shifted "
@@ -389,29 +450,26 @@ class Update:
         elif result.nonfinite:
             outcome, reason = "skipped_nonfinite", result.why_nonfinite()
             if window.on_nonfinite == "raise":
+                self._irrevocable = False  # every rank raises this
                 raise NonFiniteUpdateError(f"{reason}. Everything was rolled back, the loss scale too")
         applied = outcome == "applied"
         clip = finish.clip_factor(norm)
-        learning_rates, loss_scale = finish.learning_rates(), finish.loss_scale()
-
-        self._irrevocable = True
         if applied:
             window.ranks.share_buffers()
             finish.apply(correction * clip)
         else:
-            finish.skip(nonfinite=outcome == "skipped_nonfinite")
-            window.snapshot.put_back_buffers()
+            finish.skip(gradient_overflowed=not math.isfinite(norm))
         consumed = whole(items[0])
         counters.advance(
             outcome=outcome, micro_batches=total.micro_batches, samples=total.samples, items=consumed
         )
         finish.advance(counters, applied=applied)
-        self._irrevocable = False
-
         clear_gradients(finish.parameters)
-        window.ranks.end()
-        window.open_update = None
-        if applied:
+        if not applied:
+            window.snapshot.put_back_after_skip()
+        window.snapshot.forget()
+        window.ranks.end(committed=True)
+        if items[0] > 0:
             window.provisional_items = items[0]
         by_term, loss_per_item = losses_by_term(window.objective.coefficients, result.losses, items)
         self._record = UpdateRecord(
@@ -428,25 +486,31 @@ class Update:
             terms=by_term,
             gradient_norm=finite(norm),
             gradient_norm_after_clip=finite(norm * clip),
-            loss_scale=loss_scale,
-            learning_rates=learning_rates,
+            loss_scale=self._loss_scale,
+            learning_rates=self._learning_rates,
             reductions=window.ranks.reductions,
             partial=window.plan is not None and total.samples < window.plan.global_batch_samples,
             seconds=perf_counter() - self._started,
             peak_memory_bytes=result.peak_memory_bytes,
         )
+        window.open_update = None
+        self._held = []  # a kept update keeps no data alive
+        self._irrevocable = False
 
     def _end_without_commit(self, error: BaseException) -> None:
         """Put everything back and tell the other ranks; or, where that is too late, poison."""
         window = self._window
         window.open_update = None
-        window.snapshot.put_back()
-        window.ranks.end()
         if self._irrevocable or isinstance(error, PoisonedWindowError):
             self._poison(error)
             return
-        if self._unscaled:
-            window.finish.forget_unscaling()
+        try:
+            self._put_back()
+        except Exception as failed:
+            window.poisoned = (
+                f"an update was left half way, because putting its state back failed: {failed}"
+            )
+            error.add_note(window.poisoned)
         if self._agreed or isinstance(error, OtherRankFailedError):
             return
         try:
@@ -459,15 +523,26 @@ class Update:
             window.poisoned = str(lost)
             error.add_note(str(lost))
 
+    def _put_back(self) -> None:
+        window = self._window
+        window.snapshot.put_back()
+        window.snapshot.forget()
+        if self._unscaled:
+            window.finish.forget_unscaling()
+        window.ranks.end(committed=False)
+
     def _poison(self, error: BaseException) -> None:
         window = self._window
+        window.counters.load_state_dict(self._counters_before)
+        with suppress(Exception):  # what is beyond repair anyway must not hide why
+            self._put_back()
         message = (
             f"an update failed beyond the point of no return, with gradients under way between ranks or an "
             f"optimizer at work ({type(error).__name__}: {error}). This window can't go on; restart from "
             f"the last committed update, number {window.counters.updates_attempted}"
         )
         window.poisoned = message
-        if self._irrevocable:
+        if self._irrevocable and self._agreed:
             with suppress(PoisonedWindowError):
                 window.agreement.report_poison()
         if isinstance(error, Exception) and not isinstance(error, PoisonedWindowError):

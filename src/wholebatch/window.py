@@ -25,16 +25,17 @@ what the window holds, before the backward that reduces, and to agree on what ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from wholebatch.errors import WindowUsageError
+from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
 from wholebatch.finish import DeclaredSchedule, Finish
 from wholebatch.objective import Objective, counted_loss, sums_as_given
 from wholebatch.plan import BatchPlan
@@ -70,6 +71,8 @@ class UpdateWindow:
         reduction_divisor: what a communication hook of your own divides by.
         on_nonfinite: ``"skip"`` an update whose gradient is NaN or infinite, or ``"raise"``.
         on_stale_gradients: ``"raise"``, ``"clear"`` or ``"include"`` gradients found at the start.
+            ``"include"`` adds them to the gradient that is stepped on; on one rank, with N known ahead.
+        count_samples: ``count_samples(batch) -> int`` for batches whose samples are not dimension 0.
 
     Raises:
         UnsupportedError: a wrapper, hook or optimizer that can't be run exactly.
@@ -95,7 +98,9 @@ class UpdateWindow:
         reduction_divisor: float | None = None,
         on_nonfinite: Literal["skip", "raise"] = "skip",
         on_stale_gradients: OnStaleGradients = "raise",
+        count_samples: Callable[[Any], int] = num_samples,
     ) -> None:
+        _refuse_odd_arguments(model, objective)
         if on_nonfinite not in ("skip", "raise"):
             raise WindowUsageError(f'on_nonfinite={on_nonfinite!r} is neither "skip" nor "raise"')
         objective = objective if objective is not None else counted_loss(sums_as_given)
@@ -114,6 +119,11 @@ class UpdateWindow:
                 f"the plan has {plan.replicas} replicas and {ranks.num_replicas} are running; plan with "
                 f"the ranks that run, or start as many as planned"
             )
+        if on_stale_gradients == "include" and ranks.num_replicas > 1:
+            raise WindowUsageError(
+                f'on_stale_gradients="include" adds what lies on this rank, and {ranks.num_replicas} '
+                f"replicas would add different gradients; include them on one rank, or clear them"
+            )
         terms = len(objective.coefficients)
         self.samples_dropped = 0
         self._parts = WindowParts(
@@ -123,8 +133,14 @@ class UpdateWindow:
             finish=finish,
             ranks=ranks,
             agreement=Agreement(ranks, max(payload_size(terms), result_size(ranks.num_replicas, terms))),
-            snapshot=Snapshot(model, finish.parameters, on_stale_gradients),
+            snapshot=Snapshot(model, on_stale_gradients),
             on_nonfinite=on_nonfinite,
+            count_samples=count_samples,
+            settings=(
+                f"terms {dict(objective.coefficients)}, clip_grad_norm {clip_grad_norm}, "
+                f"reduce {reduce!r}, on_nonfinite {on_nonfinite!r}, "
+                f"plan {plan.to_dict() if plan is not None else None}"
+            ),
         )
 
     @property
@@ -163,22 +179,31 @@ class UpdateWindow:
                 "window.batches needs to know how many micro-batches make a window; give the window "
                 "plan=wholebatch.plan_batch(...), or pass lists of micro-batches to window.update yourself"
             )
-        source = iter(loader)
+        parts, plan, source = self._parts, self.plan, iter(loader)
         while True:
+            if parts.poisoned:
+                raise PoisonedWindowError(parts.poisoned)
             try:
-                drawn = list(islice(source, self.plan.micro_batches_per_window))
-                samples = sum(num_samples(batch) for batch in drawn)
+                drawn = list(islice(source, plan.micro_batches_per_window))
+                samples = sum(parts.count_samples(batch) for batch in drawn)
+                # Only the end of the data is a tail; a short window before it is not dropped.
+                ahead = list(islice(source, 1)) if plan.tail == "drop" else []
+                source = chain(ahead, source)
             except BaseException:
-                self._parts.agreement.report_failure()
+                parts.agreement.report_failure()
                 raise
-            held, held_samples = self._parts.agreement.exchange(
-                [float(len(drawn)), float(samples)], doing="drawing micro-batches"
-            ).wait()
+            try:
+                held, held_samples, more = parts.agreement.exchange(
+                    [float(len(drawn)), float(samples), float(len(ahead))], doing="drawing micro-batches"
+                ).wait()
+            except PoisonedWindowError as error:
+                parts.poisoned = str(error)
+                raise
             if held == 0:
                 return
-            if self.plan.tail == "drop" and held_samples < self.plan.global_batch_samples:
+            if plan.tail == "drop" and not more and held_samples < plan.global_batch_samples:
                 self.samples_dropped += round(held_samples)
-                continue
+                return
             yield drawn
 
     def update(self, batches: Iterable[Any], *, sample_ids: Iterable[int] | None = None) -> Update:
@@ -242,6 +267,9 @@ class UpdateWindow:
         missing = {"counters", "samples_dropped", "provisional_items"} - set(state)
         if missing:
             raise WindowUsageError(f"the state of a window has {sorted(missing)}; got {sorted(state)}")
+        provisional = state["provisional_items"]
+        if provisional is not None and not 0.0 < provisional < float("inf"):
+            raise WindowUsageError(f"provisional_items={provisional!r} is no number of items")
         self.counters.load_state_dict(state["counters"])
         self.samples_dropped = state["samples_dropped"]
         self._parts.provisional_items = state["provisional_items"]
@@ -252,3 +280,18 @@ def _several(given: Any) -> tuple[Any, ...]:
     if given is None:
         return ()
     return tuple(given) if isinstance(given, list | tuple) else (given,)
+
+
+def _refuse_odd_arguments(model: Any, objective: Any) -> None:
+    if objective is not None and not hasattr(objective, "coefficients"):
+        raise WindowUsageError(
+            f"objective is a {type(objective).__name__}, which does not tell its items; use one of "
+            f"wholebatch.losses, such as token_loss(), or wholebatch.counted_loss(your_function)"
+        )
+    if isinstance(model, nn.Module) and any(
+        isinstance(p, UninitializedParameter) for p in model.parameters()
+    ):
+        raise UnsupportedError(
+            "the model has lazy parameters without a shape yet; run one forward first, then build the "
+            "optimizer and the window"
+        )

@@ -36,6 +36,8 @@ def find_ranks(
     """
     if reduce not in ("overlapped", "after_agreement"):
         raise UnsupportedError(f'reduce={reduce!r} is neither "overlapped" nor "after_agreement"')
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise UnsupportedError(f"process_group={process_group!r} is no torch.distributed process group")
     _refuse_unknown(model)
     if isinstance(model, DistributedDataParallel):
         if process_group is not None and process_group is not model.process_group:

@@ -9,11 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from wholebatch.errors import OtherRankFailedError, PoisonedWindowError
 from wholebatch.ranks.base import PendingTotal, Ranks
 
-_HEADER = 3  # ranks that failed, the sum of their numbers, ranks that are poisoned
+# ranks that failed, the sum of their numbers, ranks that are poisoned, and the exchange's place in the
+# update with its square, by which ranks that run different code are told apart
+_HEADER = 5
+_PLACES = (
+    "drawing micro-batches",
+    "adding up what the window holds",
+    "about to reduce gradients",
+    "agreeing on what came out",
+)
+Place = Literal[
+    "drawing micro-batches",
+    "adding up what the window holds",
+    "about to reduce gradients",
+    "agreeing on what came out",
+]
 
 
 @dataclass(slots=True)
@@ -23,6 +38,7 @@ class PendingExchange:
     _sums: PendingTotal
     _size: int
     _doing: str
+    _num_replicas: int
 
     def wait(self) -> list[float]:
         """The payload, added up over the replicas.
@@ -38,7 +54,7 @@ class PendingExchange:
                 f"contact with another rank was lost while {self._doing}: it ended, or did not answer "
                 f"within the process group's timeout. Restart from the last committed update ({error})"
             ) from error
-        failed, numbers, poisoned = (round(value) for value in sums[:_HEADER])
+        failed, numbers, poisoned, places, squares = (round(value) for value in sums[:_HEADER])
         who = f"rank {numbers}" if failed == 1 else f"{failed} ranks"
         if poisoned:
             raise PoisonedWindowError(
@@ -47,8 +63,14 @@ class PendingExchange:
             )
         if failed:
             raise OtherRankFailedError(
-                f"{who} failed while this rank was {self._doing}; this update was rolled back on every "
-                f"rank and may be run again"
+                f"{who} failed while this rank was {self._doing}; an update under way was rolled back on "
+                f"every rank and may be run again"
+            )
+        if not same_everywhere(places, squares, self._num_replicas):
+            raise PoisonedWindowError(
+                f"this rank was {self._doing} while another was elsewhere in its loop; every rank "
+                f"must make the same calls of window.batches, update and run. Restart from the last "
+                f"committed update"
             )
         return sums[_HEADER : _HEADER + self._size]
 
@@ -66,22 +88,25 @@ class Agreement:
         self._size = size
 
     def exchange(
-        self, payload: Sequence[float] = (), *, doing: str, failed: bool = False
+        self, payload: Sequence[float] = (), *, doing: Place, failed: bool = False
     ) -> PendingExchange:
         """Begin an exchange; ``failed`` tells the others that this rank can't commit."""
-        header = [1.0, float(self._ranks.rank), 0.0] if failed else [0.0] * _HEADER
-        return self._begin(header, payload, doing)
+        place = float(_PLACES.index(doing))
+        mine = [1.0, float(self._ranks.rank), 0.0] if failed else [0.0, 0.0, 0.0]
+        return self._begin([*mine, place, place**2], payload, doing)
 
     def report_failure(self) -> None:
         """Answer the exchange that the others make next, and wait until they have heard."""
         try:
-            self.exchange(doing="reporting its own failure", failed=True).wait()
+            self._begin(
+                [1.0, float(self._ranks.rank), 0.0, 0.0, 0.0], (), "reporting its own failure"
+            ).wait()
         except OtherRankFailedError:
             return
 
     def report_poison(self) -> None:
         """Leave word for the exchange that the others may make later; does not wait."""
-        self._begin([1.0, float(self._ranks.rank), 1.0], (), "reporting poison")
+        self._begin([1.0, float(self._ranks.rank), 1.0, 0.0, 0.0], (), "reporting poison")
 
     def _begin(self, header: Sequence[float], payload: Sequence[float], doing: str) -> PendingExchange:
         assert len(payload) <= self._size, (len(payload), self._size)
@@ -93,4 +118,12 @@ class Agreement:
                 f"contact with another rank was lost while {doing}; restart from the last committed "
                 f"update ({error})"
             ) from error
-        return PendingExchange(sums, len(payload), doing)
+        return PendingExchange(sums, len(payload), doing, self._ranks.num_replicas)
+
+
+def same_everywhere(total: float, squares: float, num_replicas: int) -> bool:
+    """Whether every replica gave the same number, from its sum and the sum of its squares.
+
+    ``D * sum x^2 = (sum x)^2`` holds only if all x are equal, and every replica sees the same answer.
+    """
+    return num_replicas * squares == total**2

@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
-from wholebatch.gradients import total_norm
+from wholebatch.gradients import careful_norm, total_norm
 
 
 class PendingTotal(Protocol):
@@ -42,6 +41,7 @@ class Ranks(ABC):
         warming_up: True while the engine wants its first backward synchronised.
         synchronises: True while the backward of the open micro-batch reduces gradients.
         reduces_at_the_end: True when the whole window is held back and one reduction follows it.
+        needs_reset: True when something outside the window left the engine armed on this rank.
     """
 
     rank: int = 0
@@ -51,6 +51,7 @@ class Ranks(ABC):
     warming_up: bool = False
     synchronises: bool = False
     reduces_at_the_end: bool = False
+    needs_reset: bool = False
 
     @abstractmethod
     def total(self, vector: Sequence[float]) -> PendingTotal:
@@ -65,13 +66,17 @@ class Ranks(ABC):
         """Note the engine's switches before the first micro-batch of an update."""
 
     @abstractmethod
-    def open_window(self, *, uneven: bool, ranks_without: int) -> None:
+    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
         """Take in what the ranks told each other: whether their micro-batches differ in number,
-        and how many ranks have none."""
+        how many ranks have none, and whether some rank needs a reset."""
 
     @abstractmethod
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """The scope of one forward and backward; holds the reduction back unless it belongs here."""
+
+    @abstractmethod
+    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse, while it can still be rolled back, what the reduction at the end can't add up."""
 
     @abstractmethod
     def complete_reduction(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -82,8 +87,8 @@ class Ranks(ABC):
         """Give every replica the buffers that the engine would have shared in its forward."""
 
     @abstractmethod
-    def end(self) -> None:
-        """Put the engine's switches back as :meth:`begin` found them."""
+    def end(self, *, committed: bool) -> None:
+        """Put the engine's switches back as :meth:`begin` found them; forget what was under way."""
 
     @abstractmethod
     def check_forward(self) -> None:
@@ -93,6 +98,10 @@ class Ranks(ABC):
         """Run the backward of one micro-batch."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def gradient_norm(self, gradients: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The Euclidean norm of the reduced gradient, as :func:`wholebatch.gradients.total_norm`."""
-        return total_norm(gradients, dtype=dtype)
+        return total_norm(gradients)
+
+    def careful_norm(self, gradients: Sequence[Tensor]) -> float:
+        """The same where its squares overflow, as :func:`wholebatch.gradients.careful_norm`."""
+        return careful_norm(gradients)

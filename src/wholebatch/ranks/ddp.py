@@ -4,13 +4,13 @@ Facts of DDP that this file rests on (read in torch 2.13 and tested against it):
 
 * The forward reads ``require_backward_grad_sync``; a backward whose forward ran without it leaves
   its gradients on the rank. So the switch is set around forward *and* backward.
-* A synchronised forward sets ``require_forward_param_sync``. Cleared before, it is evidence that
-  the forward went through DDP with the reduction on.
-* With that switch on, the next forward broadcasts the buffers of rank 0. A collective in a forward
-  would leave ranks waiting whose forward failed, so the window keeps it off and shares the buffers
-  itself, once, when all ranks have agreed to commit.
+* A synchronised forward sets ``require_forward_param_sync``, and the next forward then broadcasts the
+  buffers of rank 0. A collective in a forward would leave ranks waiting whose forward failed, so the
+  window keeps it off and shares the buffers itself, once, when all ranks have agreed to commit.
 * A synchronised forward arms the reducer. If its backward never comes, the reducer stays armed and
-  would reduce in the next backward, held back or not; so an update that ends in between disarms it.
+  would reduce in the next backward, held back or not. So an update that was rolled back disarms it, and
+  so does one that follows a stray forward; on all ranks, because disarming rebuilds the buckets.
+* The reducer knows the parameters that required a gradient when DDP was built, and no others.
 * The first forward after the first synchronised backward rebuilds the buckets, which is a collective
   too. The window has it done right after that backward, so that no forward waits for another rank.
 * A parameter that the synchronised backward did not reach leaves the reduction unfinished without
@@ -33,6 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
+from wholebatch.gradients import gradient_marks
 from wholebatch.ranks.base import Ranks
 
 Reduce = Literal["overlapped", "after_agreement"]
@@ -80,19 +81,21 @@ class DDPRanks(Ranks):
         self.rank = dist.get_rank(self._group)
         self.num_replicas = dist.get_world_size(self._group)
         self.warming_up = bool(model.static_graph) and not self._always_after
-        self._uneven = False
         self._found = (True, True)
         self._before: list[tuple[int, int]] = []
+        self._forwarded = False  # a forward of the open micro-batch ran with the reduction on
+        self._reduced = _trainable(model)
         self._refuse_modes()
         self._host_group = _host_group(self._group)
         model.reducer._rebuild_buckets()  # pending where the model was trained before
+        model.register_forward_pre_hook(self._note_forward)
 
     def total(self, vector: Sequence[float]) -> _Total:
         sums = torch.tensor(vector, dtype=torch.float64)
         return _Total(sums, dist.all_reduce(sums, group=self._host_group, async_op=True))
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
-        reduced = {id(parameter) for _, parameter in self._reduced_parameters()}
+        reduced = {id(parameter) for _, parameter in self._reduced}
         outside = [p for p in parameters if p.requires_grad and id(p) not in reduced]
         if outside:
             raise UnsupportedError(
@@ -104,12 +107,15 @@ class DDPRanks(Ranks):
     def begin(self) -> None:
         model = self._model
         self._found = (model.require_backward_grad_sync, model.require_forward_param_sync)
+        self._refuse_other_parameters()
         self.reductions = 0
         self.reduces_at_the_end = self._always_after
         self._averaged_by = self._hook_divisor()
 
-    def open_window(self, *, uneven: bool, ranks_without: int) -> None:
-        self._uneven = uneven
+    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
+        if reset:
+            self._model.reducer._reset_state()
+            self.needs_reset = False
         # A rank without a micro-batch has no backward in which DDP could reduce: reduce at the end.
         self.reduces_at_the_end = self._always_after or ranks_without > 0
         self.divisor = 1.0 if self.reduces_at_the_end else self._averaged_by
@@ -126,14 +132,17 @@ class DDPRanks(Ranks):
         self.synchronises = (last or self.warming_up) and not self.reduces_at_the_end
         model.require_backward_grad_sync = self.synchronises
         model.require_forward_param_sync = False
+        self._forwarded = False
+        stray, self.needs_reset = self.needs_reset, False
         try:
             yield
         finally:
+            self.needs_reset = stray
             model.require_backward_grad_sync, model.require_forward_param_sync = self._found
             self.synchronises = False
 
     def check_forward(self) -> None:
-        if self.synchronises and not self._model.require_forward_param_sync:
+        if self.synchronises and not self._forwarded:
             raise WindowUsageError(
                 "the forward of the last micro-batch did not run through the DDP model with its reduction "
                 "on; call the model that the window was given (not model.module), with gradients enabled, "
@@ -151,6 +160,14 @@ class DDPRanks(Ranks):
         self._model.reducer._rebuild_buckets()
         self.warming_up = False
 
+    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
+        for name, parameter in self._among(parameters):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise UnsupportedError(
+                    f"{name} has a sparse gradient, which the reduction after agreement can't add up; use "
+                    f'sparse=False, or reduce="overlapped" with a micro-batch on every rank'
+                )
+
     def complete_reduction(self, parameters: Sequence[nn.Parameter]) -> None:
         if not self.reduces_at_the_end:
             return
@@ -160,14 +177,23 @@ class DDPRanks(Ranks):
 
     def share_buffers(self) -> None:
         if self._model.broadcast_buffers:
+            # some may have been replaced
+            self._model._assign_modules_buffers()  # type: ignore[no-untyped-call]
             for flat, parts in _flattened(list(self._model.modules_buffers)):
                 dist.broadcast(flat, src=dist.get_global_rank(self._group, 0), group=self._group)
                 _copy_back(flat, parts)
 
-    def end(self) -> None:
+    def end(self, *, committed: bool) -> None:
         model = self._model
         model.require_backward_grad_sync, model.require_forward_param_sync = self._found
-        model.reducer._reset_state()
+        if not committed:
+            model.reducer._reset_state()
+            self.needs_reset = False
+
+    def _note_forward(self, *_: Any) -> None:
+        """Runs before each forward of the DDP model, inside the window and outside."""
+        if torch.is_grad_enabled() and self._model.require_backward_grad_sync:
+            self._forwarded = self.needs_reset = True
 
     # What can't be run exactly -------------------------------------------------------------------
 
@@ -187,13 +213,45 @@ class DDPRanks(Ranks):
                 "DDP(static_graph=True) needs a synchronised first backward, which "
                 'reduce="after_agreement" holds back; use reduce="overlapped", or leave static_graph off'
             )
+        built_over = len(model.reducer.get_backward_stats())  # one for each parameter
+        if len(self._reduced) != built_over:
+            raise UnsupportedError(
+                f"DDP was built over {built_over} trainable parameters and the model now has "
+                f"{len(self._reduced)}; freeze, unfreeze or add parameters first, and wrap it afterwards"
+            )
         self._hook_divisor()
+
+    def _refuse_other_parameters(self) -> None:
+        known, now = dict(self._reduced), dict(_trainable(self._model))
+        changed = sorted(name for name in known.keys() ^ now.keys())
+        changed += [name for name in known.keys() & now.keys() if known[name] is not now[name]]
+        if changed:
+            raise UnsupportedError(
+                f"{len(changed)} parameters were frozen, unfrozen, added or replaced after DDP was built "
+                f"({changed[0]}), and its reducer does not know; wrap the model in DDP again, and build a "
+                f"window over that"
+            )
 
     def _hook_divisor(self) -> float:
         """What DDP's reduction divides by; refuses a communication hook that nobody vouches for."""
-        if self._declared_divisor is not None:
-            return float(self._declared_divisor)
         hooks = [hook for hook, _ in self._model._comm_hooks]
+        declared = self._declared_divisor
+        if declared is not None:
+            if (
+                isinstance(declared, bool)
+                or not isinstance(declared, int | float)
+                or not 0 < declared < 1e9
+            ):
+                raise UnsupportedError(
+                    f"reduction_divisor={declared!r} is no number that a reduction divides by; give "
+                    f"{self.num_replicas} for a mean over the ranks, 1 for a sum"
+                )
+            if not hooks and declared != self.num_replicas:
+                raise UnsupportedError(
+                    f"reduction_divisor={declared!r} without a communication hook: DDP itself divides by "
+                    f"{self.num_replicas}; register the hook before you build the window, or leave it out"
+                )
+            return float(declared)
         unknown = [hook for hook in hooks if hook not in _AVERAGING_HOOKS]
         if unknown and not self._always_after:
             name = getattr(unknown[0], "__qualname__", repr(unknown[0]))
@@ -207,18 +265,8 @@ class DDPRanks(Ranks):
 
     # Evidence that the reduction happened --------------------------------------------------------
 
-    def _reduced_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """What DDP's reducer knows, in its own order."""
-        ignored = self._model.parameters_to_ignore
-        return [
-            (name, parameter)
-            for name, parameter in self._model.module.named_parameters()
-            if parameter.requires_grad and name not in ignored
-        ]
-
     def _gradient_marks(self) -> list[tuple[int, int]]:
-        gradients = [parameter.grad for _, parameter in self._reduced_parameters()]
-        return [(0, 0) if g is None else (id(g), g._version) for g in gradients]
+        return gradient_marks(parameter for _, parameter in self._reduced)
 
     def _check_reduced(self) -> None:
         if self._gradient_marks() == self._before:
@@ -231,31 +279,36 @@ class DDPRanks(Ranks):
             self._model.reducer._check_reducer_finalized()
         except RuntimeError as error:
             unused = self._named(str(error))
+            how = (
+                ""
+                if self._model.static_graph
+                else (
+                    " Wrap the model in DDP(find_unused_parameters=True), or build the window with "
+                    'reduce="after_agreement";'
+                )
+            )
             raise PoisonedWindowError(
                 f"rank {self.rank}: the gradient reduction did not finish, because the last micro-batch "
-                f"did not use {unused}. Wrap the model in DDP(find_unused_parameters=True), or build the "
-                f'window with reduce="after_agreement"; restart from the last committed update'
+                f"did not use {unused}.{how} restart from the last committed update"
             ) from error
 
     def _named(self, message: str) -> str:
         """The parameters behind the indices in the reducer's own message."""
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
-        names = [name for name, _ in self._reduced_parameters()]
+        names = [name for name, _ in self._reduced]
         indices = [int(index) for index in found.group(1).split()] if found else []
         return ", ".join(names[index] for index in indices if index < len(names)) or "some parameters"
+
+    def _among(self, parameters: Sequence[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+        """Those of the reduced parameters that are among ``parameters``, in one order on every rank."""
+        own = {id(parameter) for parameter in parameters}
+        return [(name, parameter) for name, parameter in self._reduced if id(parameter) in own]
 
     # Our own reduction ---------------------------------------------------------------------------
 
     def _present_on_any_rank(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Gradients that some rank has, in one order; zeros where only this rank has none."""
-        own = {id(parameter) for parameter in parameters}
-        named = [(name, p) for name, p in self._reduced_parameters() if id(p) in own]
-        for name, parameter in named:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise UnsupportedError(
-                    f"{name} has a sparse gradient, which the reduction after agreement can't add up; use "
-                    f'sparse=False, or reduce="overlapped" with a micro-batch on every rank'
-                )
+        named = self._among(parameters)
         holders = self.total([float(p.grad is not None) for _, p in named]).wait()
         gradients: list[Tensor] = []
         for (_, parameter), ranks_with in zip(named, holders, strict=True):
@@ -265,6 +318,15 @@ class DDPRanks(Ranks):
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         return gradients
+
+
+def _trainable(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that DDP reduces if it is built now, in its reducer's order."""
+    return [
+        (name, parameter)
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    ]
 
 
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -31,7 +31,7 @@ class SingleRank(Ranks):
     def begin(self) -> None:
         pass
 
-    def open_window(self, *, uneven: bool, ranks_without: int) -> None:
+    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
         pass
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
@@ -40,11 +40,14 @@ class SingleRank(Ranks):
     def check_forward(self) -> None:
         pass
 
+    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
+        pass
+
     def complete_reduction(self, parameters: Sequence[nn.Parameter]) -> None:
         pass
 
     def share_buffers(self) -> None:
         pass
 
-    def end(self) -> None:
+    def end(self, *, committed: bool) -> None:
         pass

@@ -42,12 +42,7 @@ FLOORS = {
     "resume": 4,
     # judges
     "oracle": 5,
-    "trial": 5,
-    "plain": 5,
-    "comparison": 5,
-    "diagnosis": 5,
     "verify": 5,
-    "verification": 5,
     "audit": 5,
     # faces
     "train": 6,

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from wholebatch import trial, window
+from wholebatch import window
 from wholebatch.errors import JudgeError, SplitError, UsageError
 from wholebatch.losses import next_token_loss, regression_loss, token_loss
 from wholebatch.objective import sample_loss, weighted_terms
-from wholebatch.plain import sampled_splits
-from wholebatch.verify import Verification, verify_window
+from wholebatch.verify import Verification, trial, verify_window
+from wholebatch.verify.plain import sampled_splits
 
 Batch = dict[str, Tensor]
 LossFn = Callable[[nn.Module, Any], Any]
@@ -880,7 +880,7 @@ def test_infinite_errors_become_null() -> None:
     assert found.worst is not None
     assert found.worst.ratio == float("inf")  # single samples have a loss of 0 and a bound of 0
     from wholebatch.closeness import ParameterError
-    from wholebatch.verification import SplitResult
+    from wholebatch.verify.verification import SplitResult
 
     broken = ParameterError(parameter="w", quantity="gradient", error=float("nan"), bound=float("inf"))
     told = SplitResult(micro_batch_samples=(1,), equal=False, worst=broken, factor=float("inf")).to_dict()

@@ -25,7 +25,7 @@ from wholebatch.train.evaluate import evaluate_held_out
 from wholebatch.train.model import num_parameters
 from wholebatch.train.parts import Job, make_window, micro_batches
 from wholebatch.train.proof import proof_facts, proof_words, prove_first_batch
-from wholebatch.verification import Verification
+from wholebatch.verify.verification import Verification
 
 DONE, NOT_EQUAL, INTERRUPTED = 0, 1, 130
 # So many skipped updates in a row do not come right by themselves.

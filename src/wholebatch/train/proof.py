@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from wholebatch.train.parts import Job, make_optimizer
-from wholebatch.verification import Verification
 from wholebatch.verify import verify_window
+from wholebatch.verify.verification import Verification
 
 
 def prove_first_batch(job: Job) -> Verification:

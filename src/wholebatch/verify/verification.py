@@ -79,7 +79,7 @@ class Verification:
 
     Attributes:
         equal: every split equals the whole batch, and the working dtype only rounds.
-        cause: ``None`` when equal, else a cause of :mod:`wholebatch.diagnosis`.
+        cause: ``None`` when equal, else a cause of :mod:`wholebatch.verify.diagnosis`.
         factor: how many times too large the gradient is, where this is one number.
         worst: the worst parameter over all splits.
         splits: each split that was tried.

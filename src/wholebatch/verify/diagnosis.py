@@ -32,8 +32,8 @@ from torch import nn
 
 from wholebatch.closeness import distance
 from wholebatch.oracle import OracleUpdate, private_copy
-from wholebatch.plain import PlainSum, plain_sum, where_samples_meet
-from wholebatch.trial import Problem, run_whole, terms_of
+from wholebatch.verify.plain import PlainSum, plain_sum, where_samples_meet
+from wholebatch.verify.trial import Problem, run_whole, terms_of
 
 ADVICE: Mapping[str, str] = {
     "dropout": (

@@ -23,9 +23,9 @@ from wholebatch.closeness import (
 )
 from wholebatch.errors import CountMismatchError, JudgeError, UpdateError
 from wholebatch.oracle import OracleUpdate, private_copy, trainable
-from wholebatch.plain import PlainSum, plain_sum
-from wholebatch.trial import Problem, WindowRun, dtype_name, gathered, run_whole, run_window, seeded
-from wholebatch.verification import Rounding, SplitResult
+from wholebatch.verify.plain import PlainSum, plain_sum
+from wholebatch.verify.trial import Problem, WindowRun, dtype_name, gathered, run_whole, run_window, seeded
+from wholebatch.verify.verification import Rounding, SplitResult
 
 # Roundings of one element in the longest first update of torch.optim, AdamW's: 3 for decay and step, 2
 # for each moment, 6 for the bias corrections, root, quotient. Twice, for window and oracle both round.

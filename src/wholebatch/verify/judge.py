@@ -3,7 +3,7 @@
 Two verdicts (design in docs/exactness.md). *Equal*: window and whole batch, both in float64, agree to
 what rounding of float64 explains, in gradients and in parameters after one update. *Rounding*: in the
 model's own dtype, the window is no farther from the float64 truth than the whole batch itself and a
-float32 sum explain. Where either fails, :mod:`wholebatch.diagnosis` finds out why.
+float32 sum explain. Where either fails, :mod:`wholebatch.verify.diagnosis` finds out why.
 """
 
 from __future__ import annotations
@@ -19,15 +19,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.closeness import ParameterError, magnitude, worst_first
-from wholebatch.comparison import (
-    Tried,
-    amplification,
-    equal_when_replayed,
-    judge_rounding,
-    ratio_of,
-    try_split,
-)
-from wholebatch.diagnosis import ADVICE, Diagnosis, diagnose, is_random, many_seeds
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
 from wholebatch.gradients import copy_gradients
 from wholebatch.oracle import (
@@ -38,9 +29,18 @@ from wholebatch.oracle import (
     random_state_kept,
     trainable,
 )
-from wholebatch.plain import checked_splits, cutter, plain_sum, sampled_splits
 from wholebatch.replay import BufferKeeper
-from wholebatch.trial import (
+from wholebatch.verify.comparison import (
+    Tried,
+    amplification,
+    equal_when_replayed,
+    judge_rounding,
+    ratio_of,
+    try_split,
+)
+from wholebatch.verify.diagnosis import ADVICE, Diagnosis, diagnose, is_random, many_seeds
+from wholebatch.verify.plain import checked_splits, cutter, plain_sum, sampled_splits
+from wholebatch.verify.trial import (
     Problem,
     dtype_name,
     gathered,
@@ -49,7 +49,7 @@ from wholebatch.trial import (
     run_whole,
     working_dtype,
 )
-from wholebatch.verification import Rounding, SplitResult, Verification
+from wholebatch.verify.verification import Rounding, SplitResult, Verification
 
 # A bound wider than this share of the gradient would excuse a wrong denominator.
 _WIDEST_MARGIN = 0.25

@@ -98,6 +98,11 @@ nothing = lambda: None
 unknown = lambda: {"model": model, "loss_fn": loss_fn, "batch": batch, "optimizer": 1}
 missing = lambda: {"model": model}
 
+def unseeded():
+    model = torch.nn.Linear(5, 3)
+    print("drawn", model.weight.sum().item())
+    return model, loss_fn, batch
+
 def fails():
     raise ValueError("no data on this machine")
 
@@ -185,6 +190,14 @@ def test_a_file_named_like_a_module_takes_no_place(folder: Path, capsys: Capture
     assert run(capsys, f"{folder / 'sub' / 'json.py'}:problem")[0] == 0
     assert sys.modules["json"] is json
     assert str(folder / "sub") not in sys.path
+
+
+def test_a_problem_that_seeds_nothing_is_built_alike_every_time(folder: Path, capsys: Capture) -> None:
+    """So that several ranks, each of which builds it, have the same model."""
+    del folder
+    drawn = [run(capsys, "their_module:unseeded", "--seed", seed)[1].split("\n")[0] for seed in "001"]
+    assert drawn[0].startswith("drawn")
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_json_to_a_file_leaves_the_words_on_stdout(folder: Path, capsys: Capture) -> None:

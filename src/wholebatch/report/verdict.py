@@ -30,6 +30,7 @@ from rich.table import Table
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
 from wholebatch.report.output import finite, text_stream, write_json
 from wholebatch.verify import verify_window
+from wholebatch.verify.trial import seeded
 
 # Where the ranks of ``--ranks N`` leave the verdict for the process that started them.
 _HAND_BACK = "WHOLEBATCH_VERDICT_FILE"
@@ -83,12 +84,13 @@ def judge(target: str, *, splits: list[list[int]] | None, seed: int) -> dict[str
     Args:
         target: as for :func:`verify_command`.
         splits: sizes in samples; ``None`` for the problem's own, else sampled ones.
-        seed: unless the problem has its own.
+        seed: from which the problem is built and the splits are sampled, unless it has its own.
 
     Returns:
         The keys of ``wholebatch verify --json``.
     """
-    problem = load_problem(target)
+    with seeded(seed):  # every rank builds the same model and batch, also where nobody seeds them
+        problem = load_problem(target)
     options = {"seed": seed, **{key: problem[key] for key in _OPTIONAL if key in problem}}
     if splits is not None:
         options["splits"] = splits

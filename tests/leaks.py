@@ -22,6 +22,9 @@ from typing import Any
 # A thread or process that is ending anyway is not a leak; one that is there after this is.
 PATIENCE_S = 2.0
 
+# Set by pytest for each test, and by torch when the first optimizer of a process is made.
+NOT_THE_TESTS_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
@@ -37,7 +40,7 @@ class Surroundings:
 def look() -> Surroundings:
     """See how things are now."""
     return Surroundings(
-        environment={name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        environment={name: value for name, value in os.environ.items() if name not in NOT_THE_TESTS_OWN},
         folder=os.getcwd(),
         threads=frozenset(threading.enumerate()),
         children=_children(),
@@ -66,7 +69,7 @@ def leaks_since(before: Surroundings) -> list[str]:
 
 def put_back(before: Surroundings) -> None:
     """Undo what can be undone, so that one leak does not fail all tests that follow."""
-    for name in set(os.environ) - set(before.environment) - {"PYTEST_CURRENT_TEST"}:
+    for name in set(os.environ) - set(before.environment) - NOT_THE_TESTS_OWN:
         del os.environ[name]
     os.environ.update(before.environment)
     os.chdir(before.folder)

@@ -1,4 +1,4 @@
-"""What a person sees: figures over the last updates, weighted by items; lines where no terminal is."""
+"""What a person sees: the last update's own figures and the pace; lines where no terminal is."""
 
 from __future__ import annotations
 
@@ -57,15 +57,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_figures_are_sums_over_sums(clock: Clock) -> None:
+def test_a_figure_is_the_update_s_own_and_the_pace_is_that_of_several(clock: Clock) -> None:
+    """The record and ``show`` have the same loss per item and padding under the same names."""
     progress = Progress(num_updates=10)
     for update, items, loss in ((1, 2, 1.0), (2, 6, 3.0)):
         clock.now += 2.0
         progress.add(a_record(update, items=items, loss_per_item=loss, positions=10))
     assert progress.facts() == {
-        "loss per item": "2.5000",
+        "loss per item": "3.0000",
         "items/s": "2",
-        "padding": "60%",
+        "padding": "40%",
         "norm": "1.25",
         "left": "0:16",
     }
@@ -142,7 +143,7 @@ def test_the_panel_shows_the_figures_and_leaves_evaluations_above() -> None:
     assert "update 2/4" in panel
     for name in ("loss per item", "items/s", "padding", "norm", "left"):
         assert name in panel
-    assert "3.0000" in panel
+    assert "2.0000" in panel
     assert "█▁" in panel
     assert "update 2 was skipped: no items" in file.getvalue()
     assert "held out after 2 updates" in file.getvalue()

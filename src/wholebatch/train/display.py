@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import Protocol, Self
@@ -17,7 +16,7 @@ from rich.text import Text
 from wholebatch.record import Evaluation, UpdateRecord
 from wholebatch.report.show import sparkline
 
-# Speeds and losses are shown over this many updates: one is too noisy, all too slow to follow.
+# The pace is shown over this many updates: one is too noisy, all too slow to follow.
 RECENT_UPDATES = 20
 
 
@@ -50,8 +49,8 @@ def choose_display(console: Console, *, num_updates: int, print_every_updates: i
 class Progress:
     """What the last updates came to.
 
-    Over the recent updates: ``loss per item = sum of losses / sum of items``, ``items/s = items /
-    wall time``, ``padding = 1 - items / positions``; and the time left at their pace.
+    Loss per item, padding and norm are those of the last update alone, as its record has them. The
+    pace is that of the recent updates: ``items/s = items / wall time``, and the time left.
     """
 
     def __init__(self, *, num_updates: int) -> None:
@@ -82,13 +81,13 @@ class Progress:
             return {}
         last = self.records[-1]
         items = sum(r.items for r in self.records)
-        positions = sum(r.positions for r in self.records)
         seconds = max(self._ends[-1] - self._ends[0], 1e-9)
         left = seconds / len(self.records) * (self.num_updates - self.updates_attempted)
+        padding = last.padding_share
         return {
-            "loss per item": _loss(self.records),
+            "loss per item": "-" if last.loss_per_item is None else f"{last.loss_per_item:.4f}",
             "items/s": f"{items / seconds:,.0f}",
-            "padding": f"{1 - items / positions:.0%}" if positions else "-",
+            "padding": "-" if padding is None else f"{padding:.0%}",
             "norm": "-" if last.gradient_norm is None else f"{last.gradient_norm:.2f}",
             "left": f"{int(left) // 60}:{int(left) % 60:02d}",
         }
@@ -202,10 +201,3 @@ def evaluation_words(evaluation: Evaluation) -> str:
 def skip_words(record: UpdateRecord) -> str:
     """A skipped update in one line."""
     return f"update {record.updates_attempted} was skipped: {record.reason}"
-
-
-def _loss(records: Sequence[UpdateRecord]) -> str:
-    known = [(r.loss_per_item, r.items) for r in records if r.loss_per_item is not None and r.items]
-    if not known:
-        return "-"
-    return f"{sum(loss * items for loss, items in known) / sum(items for _, items in known):.4f}"

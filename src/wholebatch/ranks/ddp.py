@@ -21,7 +21,8 @@ Facts of DDP that this file rests on (read in torch 2.13 and tested against it):
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -75,24 +76,28 @@ class DDPRanks(Ranks):
         self, model: DistributedDataParallel, *, reduce: Reduce, reduction_divisor: float | None
     ) -> None:
         self._model = model
-        self._group = model.process_group
         self._always_after = reduce == "after_agreement"
         self._declared_divisor = reduction_divisor
-        self.rank = dist.get_rank(self._group)
-        self.num_replicas = dist.get_world_size(self._group)
+        self.rank = dist.get_rank(model.process_group)
+        self.num_replicas = dist.get_world_size(model.process_group)
         self.warming_up = bool(model.static_graph) and not self._always_after
         self._found = (True, True)
         self._before: list[tuple[int, int]] = []
         self._forwarded = False  # a forward of the open micro-batch ran with the reduction on
         self._reduced = _trainable(model)
         self._refuse_modes()
-        self._host_group = _host_group(self._group)
+        # Weakly, as torch owns its groups: a group that outlives destroy_process_group() can abort the
+        # process at its exit. The hook below is weak for the same reason: it would keep the model.
+        self._host_group = weakref.ref(_host_group(model.process_group))
         model.reducer._rebuild_buckets()  # pending where the model was trained before
-        model.register_forward_pre_hook(self._note_forward)
+        model.register_forward_pre_hook(_weakly(self._note_forward))
 
     def total(self, vector: Sequence[float]) -> _Total:
+        group = self._host_group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed")
         sums = torch.tensor(vector, dtype=torch.float64)
-        return _Total(sums, dist.all_reduce(sums, group=self._host_group, async_op=True))
+        return _Total(sums, dist.all_reduce(sums, group=group, async_op=True))
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         reduced = {id(parameter) for _, parameter in self._reduced}
@@ -172,7 +177,7 @@ class DDPRanks(Ranks):
         if not self.reduces_at_the_end:
             return
         gradients = self._present_on_any_rank(parameters)
-        _sum_over_ranks(gradients, self._group)
+        _sum_over_ranks(gradients, self._model.process_group)
         self.reductions += 1
 
     def share_buffers(self) -> None:
@@ -180,7 +185,8 @@ class DDPRanks(Ranks):
             # some may have been replaced
             self._model._assign_modules_buffers()  # type: ignore[no-untyped-call]
             for flat, parts in _flattened(list(self._model.modules_buffers)):
-                dist.broadcast(flat, src=dist.get_global_rank(self._group, 0), group=self._group)
+                group = self._model.process_group
+                dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
                 _copy_back(flat, parts)
 
     def end(self, *, committed: bool) -> None:
@@ -318,6 +324,18 @@ class DDPRanks(Ranks):
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         return gradients
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that does not keep the object of its method alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*arguments)
+
+    return call
 
 
 def _trainable(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:

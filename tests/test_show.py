@@ -173,6 +173,29 @@ def test_no_run_there(tmp_path: Path) -> None:
         show(tmp_path)
 
 
+def test_a_folder_of_runs_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = folder.parent
+    RunLog(runs / "second", read_run(folder).header).close()
+    (runs / "second" / "end.json").unlink()  # as if it were still going
+    (runs / "torn").mkdir()
+    (runs / "torn" / "header.json").write_text("{")
+    (runs / "notes").mkdir()
+    assert show(runs, json_target="-") == 0
+    captured = capsys.readouterr()
+    assert "header.json is not a JSON object" in captured.err
+    listed = [line.split() for line in captured.err.splitlines()]
+    began = read_run(folder).header.started_at
+    assert ["run", began, "done", "7", "6,400", "2.0000"] in listed
+    assert ["second", began, "none", "yet", "0", "0", "-"] in listed
+    assert ["torn", "can't", "be", "read"] in listed
+    data = json.loads(captured.out)
+    assert [Path(row["folder"]).name for row in data["runs"]] == ["run", "second", "torn"]
+    assert data["runs"][0]["updates_applied"] == 7
+    assert data["runs"][0]["loss_per_item"]["last"] == 2.0
+    assert data["runs"][1]["end"] is None
+    assert "is not a JSON object" in data["runs"][2]["problem"]
+
+
 def test_the_ledger_of_one_of_each(folder: Path) -> None:
     header = read_run(folder).header.to_dict() | {"micro_batches_per_window": 1, "replicas": 1}
     del header["schema_version"]

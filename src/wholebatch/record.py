@@ -374,7 +374,9 @@ def read_run(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     if not (folder / HEADER_FILE).is_file():
-        raise RecordError(f"no run in {folder}: it has no {HEADER_FILE}; give the folder of a run")
+        raise RecordError(
+            f"no run in {folder}: it has no {HEADER_FILE}; give the folder of a run, such as runs/NAME"
+        )
     header = _build(RunHeader, *_read_whole(folder / HEADER_FILE))
     lines, torn_records = _read_lines(folder / RECORDS_FILE)
     evaluations, torn_evaluations = _read_lines(folder / EVALUATIONS_FILE)

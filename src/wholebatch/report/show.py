@@ -10,7 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from wholebatch.record import SCHEMA_VERSION, Run, RunHeader, UpdateRecord, read_run
+from wholebatch.errors import RecordError
+from wholebatch.record import HEADER_FILE, SCHEMA_VERSION, Run, RunHeader, UpdateRecord, read_run
 from wholebatch.report.output import text_stream, write_json
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -18,10 +19,10 @@ RECENT_UPDATES = 5
 
 
 def show(run: Path, *, json_target: str | None = None) -> int:
-    """Print what a run did; also write it as JSON where asked.
+    """Print what a run did, or list the runs of a folder; also write it as JSON where asked.
 
     Args:
-        run: the run's folder.
+        run: the run's folder, or one with runs in it.
         json_target: a file, "-" for standard output (people's text then goes to standard error), or
             None for no JSON.
 
@@ -31,10 +32,65 @@ def show(run: Path, *, json_target: str | None = None) -> int:
     Raises:
         RecordError: no run there, or one that can't be read.
     """
+    console = Console(file=text_stream(json_target))
+    if folders := run_folders(run):
+        rows = [_list_entry(folder) for folder in folders]
+        console.print(Text(f"{run}: {_many(len(rows), 'run', 'runs')}"), _runs_table(rows), sep="\n")
+        for row in rows:
+            if "problem" in row:
+                console.print(Text(row["problem"], style="red"), soft_wrap=True)
+        write_json({"schema_version": SCHEMA_VERSION, "folder": str(run), "runs": rows}, json_target)
+        return 0
     read = read_run(run)
-    Console(file=text_stream(json_target)).print(render_run(read))
+    console.print(render_run(read))
     write_json(run_summary(read), json_target)
     return 0
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """The runs directly in a folder, by name; none where the folder is itself a run."""
+    if not folder.is_dir() or (folder / HEADER_FILE).is_file():
+        return []
+    return sorted(each for each in folder.iterdir() if (each / HEADER_FILE).is_file())
+
+
+def _list_entry(folder: Path) -> dict[str, Any]:
+    """What a list says of a run; where it can't be read, why, so that the others are still listed."""
+    try:
+        facts = run_summary(read_run(folder))
+    except RecordError as error:
+        return {"folder": str(folder), "problem": str(error)}
+    return {
+        "folder": str(folder),
+        "started_at": facts["header"]["started_at"],
+        "end": facts["end"] and facts["end"]["reason"],
+        "updates_applied": facts["counters"]["updates_applied"],
+        "samples": facts["counters"]["samples"],
+        "items": facts["counters"]["items"],
+        "loss_per_item": facts["loss_per_item"],
+    }
+
+
+def _runs_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "began", "end", "updates applied", "items", "last loss per item"):
+        table.add_column(name, justify="left" if name in ("run", "began", "end") else "right")
+    table.columns[0].overflow = "fold"
+    table.columns[1].no_wrap = True
+    for row in rows:
+        run = Text(Path(row["folder"]).name)
+        if "problem" in row:
+            table.add_row(run, "can't be read")
+            continue
+        table.add_row(
+            run,
+            row["started_at"],
+            row["end"] or "none yet",
+            f"{row['updates_applied']:,}",
+            f"{row['items']:,}",
+            _number(row["loss_per_item"]["last"]),
+        )
+    return table
 
 
 def run_summary(run: Run) -> dict[str, Any]:

@@ -643,6 +643,43 @@ def test_tails_and_intervals_out_of_reach_are_findings() -> None:
     assert findings_of("partial", 640, evaluation=20, warmup=19) == {}
 
 
+@pytest.mark.parametrize(("dataset_samples", "seen"), [(15, True), (16, False)])
+def test_a_data_set_below_one_global_batch_is_a_finding(dataset_samples: int, seen: bool) -> None:
+    plan = plan_batch(micro_batch_samples=4, micro_batches_per_window=2, replicas=2)
+    epochs = EpochLedger(plan=plan, dataset_samples=dataset_samples)
+    found = {each["kind"]: each["message"] for each in plan_findings(plan, epochs=epochs)}
+    assert ("no_full_global_batch" in found) == seen
+    assert ("the data set has 15 samples and a global batch 16" in str(found)) == seen
+    text = plan_text(plan, epochs=epochs)
+    assert ("of the tail alone: no global batch of 16 samples is full" in text) == seen
+    assert ("1 of 16 samples" in text) != seen
+
+
+def test_updates_that_are_all_tail_are_not_compared_with_others() -> None:
+    plan = plan_batch(micro_batch_samples=4, micro_batches_per_window=20, replicas=2)
+    epochs = EpochLedger(plan=plan, dataset_samples=3)
+    kinds = [each["kind"] for each in plan_findings(plan, epochs=epochs)]
+    assert kinds == ["no_full_global_batch"]
+
+
+def test_a_bubble_above_the_whole_is_said_in_times() -> None:
+    full = plan_batch(micro_batch_samples=1, micro_batches_per_window=7, ranks=8, pipeline_parallel=8)
+    assert "100.0%  of the ideal time idle" in plan_text(full)
+    assert "idles for 100.0% of its ideal time" in plan_text(full)
+    over = plan_batch(micro_batch_samples=1, micro_batches_per_window=4, ranks=8, pipeline_parallel=8)
+    assert "idle time is 1.75 times the ideal time, 1f1b: (p - 1) / A = 7 / 4" in plan_text(over)
+    assert "idles for 1.75 times its ideal time" in plan_text(over)
+    assert "%  of the ideal" not in plan_text(over)
+
+
+def test_a_plan_of_ragged_samples_asks_for_no_items_per_sample() -> None:
+    plan = plan_batch(micro_batch_samples=4, replicas=2)
+    assert "give the items per sample" in plan_text(plan)
+    ragged = plan_text(plan, ragged=True)
+    assert "differ from update to update: N is counted in each" in ragged
+    assert "give the items per sample" not in ragged
+
+
 def test_plans_of_one_global_batch_are_the_same_update() -> None:
     first = plan_batch(micro_batch_samples=2, micro_batches_per_window=8, replicas=2)
     second = plan_batch(micro_batch_samples=4, micro_batches_per_window=4, ranks=4, tensor_parallel=2)

@@ -102,7 +102,7 @@ def _pipeline_findings(plan: BatchPlan) -> Iterable[Finding]:
         enough = ceil(bubble * window / _LARGE_BUBBLE / multiple) * multiple
         yield _finding(
             "pipeline_bubble",
-            f"the pipeline idles for {_percent(bubble)} of its ideal time; {enough} micro-batches per "
+            f"the pipeline idles for {_share(bubble)} its ideal time; {enough} micro-batches per "
             f"window bring that to {_percent(_LARGE_BUBBLE)} or less",
         )
 
@@ -110,6 +110,14 @@ def _pipeline_findings(plan: BatchPlan) -> Iterable[Finding]:
 def _tail_findings(epochs: EpochLedger) -> Iterable[Finding]:
     plan, tail = epochs.plan, epochs.tail_samples
     samples = plan.global_batch_samples
+    all_tail = epochs.dataset_samples < samples
+    if all_tail:
+        yield _finding(
+            "no_full_global_batch",
+            f"the data set has {_count(epochs.dataset_samples, 'sample')} and a global batch {samples}: no "
+            f"update has a full one, each is the tail of an epoch; a global batch of at most "
+            f"{epochs.dataset_samples} would be full",
+        )
     if plan.tail == "drop" and tail:
         yield _finding(
             "samples_dropped",
@@ -117,7 +125,7 @@ def _tail_findings(epochs: EpochLedger) -> Iterable[Finding]:
             f"{tail * epochs.epochs} in all",
         )
         return
-    if 0 < tail < samples * _SMALL_TAIL:
+    if 0 < tail < samples * _SMALL_TAIL and not all_tail:
         yield _finding(
             "small_tail",
             f"the last update of every epoch has {_count(tail, 'sample')} where others have {samples}: "
@@ -159,9 +167,17 @@ def plan_text(
     epochs: EpochLedger | None = None,
     intervals: Sequence[Interval] = (),
     comparison: PlanComparison | None = None,
+    ragged: bool = False,
 ) -> str:
-    """Return the ledger as text for people, ending in a line break."""
-    sections = [("One update", _update_rows(plan))]
+    """Return the ledger as text for people, ending in a line break.
+
+    Args:
+        plan: what the ledger is of.
+        epochs, intervals, comparison: what to show beside it.
+        ragged: True where samples are known to have unequal numbers of items, so that there is no
+            number of items per sample to ask for.
+    """
+    sections = [("One update", _update_rows(plan, ragged))]
     if epochs:
         sections.append((f"{_count(epochs.epochs, 'epoch')} of the data", _epoch_rows(epochs)))
     if intervals:
@@ -190,7 +206,7 @@ def _columns(rows: list[Row]) -> list[str]:
     ]
 
 
-def _update_rows(plan: BatchPlan) -> list[Row]:
+def _update_rows(plan: BatchPlan, ragged: bool) -> list[Row]:
     layout, window, replicas = plan.layout, plan.micro_batches_per_window, plan.replicas
     degrees = f"{layout.tensor_parallel} x {layout.pipeline_parallel} x {layout.context_parallel}"
     factors = f"{plan.micro_batch_samples} x {window} x {replicas}"
@@ -202,7 +218,9 @@ def _update_rows(plan: BatchPlan) -> list[Row]:
         ("replicas, D", f"{replicas:,}", f"ranks / (tensor x pipeline x context = {degrees})"),
         ("global batch", f"{plan.global_batch_samples:,}", f"samples = m x A x D = {factors}"),
     ]
-    if items is None:
+    if items is None and ragged:
+        rows.append(("items", "-", "differ from update to update: N is counted in each"))
+    elif items is None:
         rows.append(
             ("items", "-", "not known ahead: give the items per sample, if all have the same number")
         )
@@ -234,8 +252,12 @@ def _pipeline_row(plan: BatchPlan) -> Row:
         window = plan.micro_batches_per_window
         below = f"({layout.pipeline_virtual_stages} x {window})" if interleaved else str(window)
         formula = f"(p - 1) / {divisor} = {layout.pipeline_parallel - 1} / {below}"
+    schedule = layout.pipeline_schedule
+    if bubble is not None and bubble > 1:
+        times = f"idle time is {bubble:.3g} times the ideal time, {schedule}: {formula}"
+        return ("pipeline bubble", f"{bubble:.3g} x", times)
     number = "-" if bubble is None else _percent(bubble)
-    return ("pipeline bubble", number, f"of the ideal time idle, {layout.pipeline_schedule}: {formula}")
+    return ("pipeline bubble", number, f"of the ideal time idle, {schedule}: {formula}")
 
 
 def _epoch_rows(epochs: EpochLedger) -> list[Row]:
@@ -247,7 +269,9 @@ def _epoch_rows(epochs: EpochLedger) -> list[Row]:
     else:
         fate = "samples in the last update of every epoch, with its own denominator"
     whole = f"{epochs.dataset_samples // samples:,} of {samples:,} samples"
-    if epochs.updates_per_epoch > epochs.dataset_samples // samples:
+    if epochs.dataset_samples < samples:
+        whole = f"of the tail alone: no global batch of {samples:,} samples is full"
+    elif epochs.updates_per_epoch > epochs.dataset_samples // samples:
         whole += ", and one of the tail"
     rows = [
         ("samples in the data", f"{epochs.dataset_samples:,}", "each once in an epoch"),
@@ -335,6 +359,11 @@ def _factors(plan: BatchPlan) -> str:
 
 def _count(number: int, noun: str, ending: str = "s") -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{ending}"
+
+
+def _share(bubble: float) -> str:
+    """``75.0% of`` or, above the whole, ``1.75 times``."""
+    return f"{_percent(bubble)} of" if bubble <= 1 else f"{bubble:.3g} times"
 
 
 def _percent(share: float) -> str:

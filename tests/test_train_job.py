@@ -26,7 +26,7 @@ from wholebatch.train.config import TrainConfig, config_from_dict
 from wholebatch.train.data import num_items
 from wholebatch.train.display import PlainDisplay
 from wholebatch.train.evaluate import evaluate
-from wholebatch.train.job import MOST_SKIPS_IN_A_ROW, JobResult, run_job
+from wholebatch.train.job import MOST_SKIPS_IN_A_ROW, JobResult, describe, run_job
 from wholebatch.train.model import decayed_apart
 from wholebatch.train.parts import Job, build_job, learning_rate_share, make_optimizer
 from wholebatch.train.proof import prove_first_batch
@@ -199,9 +199,24 @@ def test_an_epoch_s_tail_is_an_update_of_its_own_size(tmp_path: Path) -> None:
     order = dataclasses.replace(job.order, num_samples=10, global_batch_samples=8)
     plan = dataclasses.replace(job.plan, micro_batch_samples=4, micro_batches_per_window=2)
     job = dataclasses.replace(job, data=few, order=order, plan=plan)
+    assert "Note:" not in describe(job)
     assert run_job(job, Listener(config)).exit_code == 0
     records = read_run(tmp_path / "run").records
     assert [(r.samples, r.partial) for r in records] == [(8, False), (2, True), (8, False)]
+
+
+def test_what_will_be_trained_in_words(tmp_path: Path) -> None:
+    job = build_job(tiny(tmp_path), World())
+    words = describe(job)
+    samples = len(job.data.train)
+    assert f"Run: 4 updates, 32 samples; an epoch has {-(-samples // 8):,} updates." in words
+    assert "differ from update to update: N is counted in each" in words
+    assert "give the items per sample" not in words, "the training job has no such option"
+    few = dataclasses.replace(job.data, train=job.data.train[:5])
+    order = dataclasses.replace(job.order, num_samples=5)
+    words = describe(dataclasses.replace(job, data=few, order=order))
+    assert "Run: 4 updates, 20 samples; an epoch has 1 update." in words
+    assert "Note: the data set has 5 samples and a global batch 8: no update has a full one" in words
 
 
 def test_the_first_batch_is_proved_on_the_job_s_own_parts(tmp_path: Path) -> None:
@@ -372,7 +387,9 @@ def test_without_a_folder_the_run_goes_to_one_named_by_the_time(
     assert train_command(write_tiny(tmp_path), updates=1) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert len(read_run(folder).records) == 1
-    assert f"Records go to runs/{folder.name}" in capsys.readouterr().out
+    words = capsys.readouterr().out
+    assert f"Records go to runs/{folder.name}" in words
+    assert words.splitlines()[-1] == f"To look at it: wholebatch show runs/{folder.name}"
 
 
 def test_a_proof_that_is_negative_still_answers_in_json(

@@ -7,6 +7,7 @@ window, evaluating now and then. ``train`` near the end is the loop itself.
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,10 @@ from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
-from wholebatch.epochs import samples_after
+from wholebatch.epochs import EpochLedger, samples_after
 from wholebatch.errors import JudgeError, RecordError
 from wholebatch.record import RunHeader, RunLog, UpdateRecord, used_folder
-from wholebatch.report.ledger import plan_text
+from wholebatch.report.ledger import plan_findings, plan_text
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.display import Display
 from wholebatch.train.evaluate import evaluate_held_out
@@ -75,6 +76,8 @@ def run_job(job: Job, display: Display, *, command: Sequence[str] = ()) -> JobRe
             log.close("interrupted", "stopped from the keyboard")
     if not finished:
         display.say("Interrupted: stopped after a whole update; the records are complete up to it.")
+    if log is not None:
+        display.say(f"To look at it: wholebatch show {shlex.quote(str(log.folder))}")
     return JobResult(exit_code=DONE if finished else INTERRUPTED, folder=log.folder if log else None)
 
 
@@ -120,14 +123,25 @@ def describe(job: Job) -> str:
     run, plan = job.config.run, job.plan
     samples = samples_after(plan, run.num_updates, dataset_samples=len(job.data.train))
     facts = job.data.facts()
+    epoch = EpochLedger(plan=plan, dataset_samples=len(job.data.train))
     return (
-        f"{plan_text(plan)}\n"
+        f"{plan_text(plan, ragged=True)}\n"
         f"Data: {facts['train_samples']:,} samples with {facts['train_items']:,} items to train on, "
         f"{facts['held_out_samples']:,} with {facts['held_out_items']:,} held out.\n"
         f"Model: a GPT of {num_parameters(job.model):,} parameters in {job.config.model.dtype}.\n"
-        f"Run: {run.num_updates:,} updates of {job.order.updates_per_epoch:,} in an epoch = "
-        f"{samples:,} samples."
+        f"Run: {_updates(run.num_updates)}, {samples:,} samples; an epoch has "
+        f"{_updates(job.order.updates_per_epoch)}."
+        + "".join(
+            # The one finding about the data that is true of runs shorter than an epoch too.
+            f"\nNote: {finding['message']}."
+            for finding in plan_findings(plan, epochs=epoch)
+            if finding["kind"] == "no_full_global_batch"
+        )
     )
+
+
+def _updates(number: int) -> str:
+    return f"{number:,} update{'' if number == 1 else 's'}"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 import types
@@ -17,6 +20,7 @@ from wholebatch.cli import main
 from wholebatch.errors import JudgeError, RecordError, WholebatchError
 from wholebatch.report.output import finite, text_stream, write_json
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 LINE = "plan --global-batch-samples 512 --micro-batch-samples 4 --ranks 16 --tensor-parallel 2"
 EXAMPLE = LINE.split()
 PIPELINE = [*EXAMPLE, "--pipeline-parallel", "2"]
@@ -184,12 +188,74 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "--json" in text
 
 
-def test_the_examples_of_the_help_of_plan_run(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "--help"])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    examples = [words[1:] for words in lines if words[:2] == ["wholebatch", "plan"] and "--" in words[2]]
-    assert len(examples) >= 3
-    assert [main(words) for words in examples] == [0] * len(examples)
+# Examples that this test does not run: a training run, a run that would have to exist, several ranks.
+NOT_RUN = re.compile(r"(torchrun|wholebatch (train|show))\b.*|wholebatch verify .*--ranks.*")
+
+
+def help_examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The example lines of a command's help."""
+    assert main([command, "--help"]) == 0
+    below = capsys.readouterr().out.partition("Examples:\n")[2]
+    lines = itertools.takewhile(lambda line: line.startswith("    "), below.splitlines())
+    return [line.strip() for line in lines]
+
+
+@pytest.mark.parametrize(("command", "at_least"), [("plan", 4), ("verify", 2), ("train", 0), ("show", 0)])
+def test_every_example_of_the_help_runs(
+    command: str,
+    at_least: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    shutil.copy(EXAMPLES / "verify_equal.py", tmp_path / "my_module.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")  # so that no line is wrapped
+    lines = help_examples(command, capsys)
+    assert len(lines) >= 3
+    to_run = [line for line in lines if not NOT_RUN.fullmatch(line)]
+    assert len(to_run) >= at_least
+    for line in to_run:
+        program, *words = shlex.split(line)
+        assert program == "wholebatch"
+        assert main(words) == 0, f"{line}\n{capsys.readouterr()}"
+
+
+def test_the_help_says_everything_in_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["--help"])
+    text = capsys.readouterr().out
+    assert "..." not in text.partition("Commands:")[2], "a description is cut off"
+    assert max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    assert "0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 130 interrupted" in words
+    assert "torchrun itself turns all but 0 into 1" in words
+
+
+def test_updates_set_the_schedule_s_end_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "Length of the run in updates; the learning-rate schedule ends there." in words
+
+
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("plan --batch 4", "wholebatch plan"),
+        ("train --updates x", "wholebatch train"),
+        ("verify", "wholebatch verify"),
+        ("show", "wholebatch show"),
+        ("frobnicate", "wholebatch"),
+    ],
+)
+def test_a_usage_error_ends_with_the_help_of_the_command_at_hand(
+    line: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(line) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"Try: {command} --help"
 
 
 def test_no_command_shows_the_help_and_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:

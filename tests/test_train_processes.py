@@ -75,6 +75,16 @@ def test_one_process_and_torchrun_make_the_same_updates(config: Path, tmp_path: 
         assert mine.loss_per_item == pytest.approx(other.loss_per_item, rel=1e-12)
 
 
+def test_two_ranks_tell_a_shared_mistake_once_and_torchrun_ends_with_1(tmp_path: Path) -> None:
+    (tmp_path / "typo.toml").write_text("[run]\nnum_update = 3\n")
+    alone = finish([*ONE_RANK, "typo.toml"], tmp_path)
+    assert alone.returncode == 2
+    two = finish([*TWO_RANKS, "typo.toml"], tmp_path)
+    assert two.returncode == 1, "docs/train.md says so"
+    assert two.stderr.count("did you mean num_updates?") == 1
+    assert "rank 1: error" not in two.stderr
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_leaves_a_readable_run(config: Path, tmp_path: Path, ranks: int) -> None:
     """Ctrl-C in a terminal reaches every process of the group, so it is sent to the group."""

@@ -1,8 +1,8 @@
 """The command line: plan, train, verify, show.
 
-Exit codes everywhere: 0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on; 130 when
-interrupted. Every command takes ``--json FILE`` or ``--json -``. Nothing heavy is imported before a
-command needs it, so that ``wholebatch plan`` answers without torch.
+Exit codes everywhere: 0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 130
+interrupted; torchrun turns all but 0 into 1. Every command takes ``--json FILE`` or ``--json -``.
+Nothing heavy is imported before a command needs it, so that ``wholebatch plan`` answers without torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wholebatch.errors import PlanError, WholebatchError
+from wholebatch.report.output import tell_error
 
 if TYPE_CHECKING:
     from wholebatch.epochs import IntervalName, Unit
@@ -29,7 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Split the batch any way you like; the update is the same.",
-    epilog="Exit codes: 0 done, 1 a negative verdict, 2 usage, 3 could not judge.",
+    epilog="Exit codes: 0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 130 "
+    "interrupted (Ctrl-C). torchrun itself turns all but 0 into 1.",
 )
 
 JsonTarget = Annotated[
@@ -54,16 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         outcome = app(args=words, prog_name="wholebatch", standalone_mode=False)
     except WholebatchError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        tell_error(f"error: {problem}")
         return problem.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
+        tell_error("interrupted")
         return INTERRUPTED
     except Exception as problem:
         # Mistakes in the words themselves; every other exception is ours to fix and keeps its traceback.
         if not hasattr(problem, "exit_code") or not hasattr(problem, "format_message"):
             raise
-        print(f"error: {problem.format_message()}\nTry: wholebatch --help", file=sys.stderr)
+        at_hand = getattr(getattr(problem, "ctx", None), "command_path", "wholebatch")
+        tell_error(f"error: {problem.format_message()}\nTry: {at_hand} --help")
         return int(problem.exit_code)
     return outcome if isinstance(outcome, int) else 0
 
@@ -134,7 +137,7 @@ def plan(
     ] = None,
     json_target: JsonTarget = None,
 ) -> int:
-    """Plan a global batch: derive what is missing, refuse what does not divide, show the ledger."""
+    """Plan a global batch: derive what is missing, refuse a remainder."""
     given = dict(locals())  # the options under their names, which are plan_batch's own
     from wholebatch.plan import plan_batch
 
@@ -230,10 +233,13 @@ def train(
         typer.Argument(metavar="[CONFIG.toml]", help="Settings; the embedded default if not given."),
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder for the run's header and records.")] = None,
-    updates: Annotated[int | None, typer.Option(help="Stop after so many updates.")] = None,
+    updates: Annotated[
+        int | None,
+        typer.Option(help="Length of the run in updates; the learning-rate schedule ends there."),
+    ] = None,
     json_target: JsonTarget = None,
 ) -> int:
-    """Train a small GPT on real text, and prove first that its update equals the big batch."""
+    """Train a small GPT; prove first that its update is right."""
     from wholebatch.train.command import train as run
 
     return run(config, run_dir=run_dir, updates=updates, json_target=json_target)
@@ -242,11 +248,11 @@ def train(
 VERIFY_EPILOG = """\b
 Examples:
   wholebatch verify my_module:problem
-  wholebatch verify examples/verify_equal.py:problem --splits "2+3,1+1+1+1+1"
+  wholebatch verify examples/verify_equal.py:problem --splits 6+6,1+4+7
   wholebatch verify my_module:problem --ranks 2 --json verdict.json
 \b
 The function returns (model, loss_fn, batch); loss_fn(model, batch) returns (loss_sum, num_items).
-Exit codes: 0 equal, 1 not equal, 3 could not judge.
+Exit codes: 0 equal, 1 not equal, 2 usage, 3 could not judge or go on, 130 interrupted.
 """
 
 
@@ -260,7 +266,7 @@ def verify(
     seed: Annotated[int, typer.Option(help="Decides the sampled splits and random state.")] = 0,
     json_target: JsonTarget = None,
 ) -> int:
-    """Tell whether a split update equals the big batch, on your model and loss, and why not."""
+    """Tell whether a split update equals the big batch, or why not."""
     from wholebatch.report.verdict import verify_command
 
     return verify_command(target, ranks=ranks, splits=splits, seed=seed, json_target=json_target)
@@ -270,12 +276,13 @@ SHOW_EPILOG = """\b
 Examples:
   wholebatch show runs/NAME
   wholebatch show runs/NAME --json -
+  wholebatch show runs
 """
 
 
 @app.command(epilog=SHOW_EPILOG)
 def show(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or of runs to list.")],
     json_target: JsonTarget = None,
 ) -> int:
     """Tell what a run did, in updates, samples and items."""

@@ -1,21 +1,29 @@
 """Where a command's words and its JSON go: one of them to stdout, never both mixed.
 
 With ``--json -`` stdout carries the JSON alone and people's text goes to stderr; with
-``--json FILE`` the JSON goes to the file and the text to stdout.
+``--json FILE`` the JSON goes to the file and the text to stdout. Under several ranks an error that
+all of them have is told once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import signal
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
 from wholebatch.errors import RecordError
 
 STDOUT = "-"
+# How long another rank waits to hear whether the leading one failed in the same way.
+_LEADER_FAILS_WITHIN_S = 5.0
 
 
 def text_stream(json_target: str | None) -> TextIO:
@@ -55,3 +63,57 @@ def write_json(payload: Mapping[str, Any], target: str | None) -> None:
         Path(target).write_text(document, encoding="utf-8")
     except OSError as failure:
         raise RecordError(f"can't write the JSON to {target!r}: {failure.strerror}") from None
+
+
+def tell_error(words: str) -> None:
+    """Write an error to stderr: once where all ranks have the same, else with the rank in front.
+
+    Rank 0 always speaks. The others compare with its words over the store of torchrun, not with a
+    collective, which would hang where only some ranks failed. Without that store each rank speaks.
+
+    Args:
+        words: the whole message.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        print(words, file=sys.stderr)
+        return
+    rank = int(os.environ.get("RANK", "0"))
+    with _outliving_torchrun() as told_to_end:
+        leader = _words_of_the_leader(rank, words, told_to_end)
+        if rank == 0:
+            print(words, file=sys.stderr, flush=True)
+        elif leader != words:
+            print(f"rank {rank}: {words}", file=sys.stderr, flush=True)
+
+
+def _words_of_the_leader(rank: int, words: str, told_to_end: list[int]) -> str | None:
+    """Leave rank 0's words in the store, or wait for them there; None where they can't be had."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    import torch.distributed as dist
+
+    key = f"wholebatch/error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    patience = timedelta(seconds=_LEADER_FAILS_WITHIN_S)
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+        if rank == 0:
+            store.set(key, words)
+            return words
+        deadline = time.monotonic() + _LEADER_FAILS_WITHIN_S
+        while not store.check([key]) and time.monotonic() < deadline and not told_to_end:
+            time.sleep(0.02)
+        return str(store.get(key).decode()) if store.check([key]) else None
+    except (KeyError, ValueError, RuntimeError):  # no such store, or it ended before us
+        return None
+
+
+@contextlib.contextmanager
+def _outliving_torchrun() -> Iterator[list[int]]:
+    """Put off SIGTERM, which torchrun sends when another rank has ended, until this one has spoken."""
+    received: list[int] = []
+    found = signal.signal(signal.SIGTERM, lambda number, _frame: received.append(number))
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, found)

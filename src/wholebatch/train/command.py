@@ -28,7 +28,8 @@ def train(
     Args:
         config: a TOML file; None for the embedded default.
         run_dir: folder for the header and the records; wins over the settings.
-        updates: updates to attempt; wins over the settings.
+        updates: length of the run and of its learning-rate schedule, in updates to attempt; wins
+            over the settings.
         json_target: a file or "-" for the summary of the run as JSON; None for none.
 
     Returns:

@@ -22,7 +22,8 @@ class RunConfig:
     """How long to train, and what to write when.
 
     Args:
-        num_updates: updates to attempt.
+        num_updates: length of the run, in updates to attempt; the learning-rate schedule ends with
+            the last of them.
         seed: of the first parameters, the order of the samples and dropout.
         evaluate_every_updates: held-out evaluations come before the first update, at this
             interval, and after the last.

@@ -104,7 +104,7 @@ def wrong_micro_batch_reduced() -> Any:
 
     def broken(self: DDPRanks, **_: bool) -> Any:
         broken.calls += 1
-        self.open_window(uneven=False, ranks_without=0)
+        self.open_window(uneven=False, ranks_without=0, reset=False)
         return micro_batch(self, last=broken.calls % 4 == 2)
 
     broken.calls = 0
@@ -115,7 +115,7 @@ def wrong_micro_batch_reduced() -> Any:
 def hook_that_sums() -> Any:
     """The user vouches for a mean, and the hook sums."""
 
-    def sum_hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations as objects
+    def sum_hook(_, bucket):  # no annotations: DDP reads them as objects
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 

@@ -170,13 +170,13 @@ def test_parameters_that_the_last_micro_batch_does_not_use() -> None:
 # Communication hooks and counting -----------------------------------------------------------------
 
 
-def counting_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations as objects
+def counting_hook(state, bucket):  # no annotations: DDP reads them as objects
     """Averages, and counts how often it is called."""
     state.append(bucket.index())
     return default_hooks.allreduce_hook(None, bucket)
 
 
-def sum_hook(_, bucket):  # type: ignore[no-untyped-def]
+def sum_hook(_, bucket):
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 

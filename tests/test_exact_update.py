@@ -45,7 +45,13 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
 
 
 def is_judgeable(case: Case) -> bool:
-    return total_items(case) > 0
+    """Whether the oracle has an update to compare with.
+
+    With items of the second term only, the head of the first gets a zero gradient from the window and
+    none from the oracle; AdamW decays the weights of the one and leaves the other.
+    """
+    tags = case.two_terms and any(n > 0 for rank in case.counts for batch in rank for n in batch)
+    return total_items(case) > 0 or (tags and case.optimizer.startswith("sgd"))
 
 
 @settings(max_examples=60)
@@ -53,9 +59,8 @@ def is_judgeable(case: Case) -> bool:
 def test_any_split_on_one_rank_equals_the_big_batch(case: Case) -> None:
     found = observed(case)
     if not is_judgeable(case):
-        assert found.record.outcome == (
-            "applied" if found.record.terms.get("tag", {}).get("items") else "skipped_empty"
-        )
+        tags = found.record.terms.get("tag", {}).get("items")
+        assert found.record.outcome == ("applied" if tags else "skipped_empty")
         return
     truth = oracle(case)
     assert_equal_updates(found, truth, tolerance=TOLERANCE[case.optimizer])

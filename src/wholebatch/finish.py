@@ -144,7 +144,11 @@ class Finish:
         Raises:
             UnsupportedError: a parameter of two optimizers, or of a kind that can't be stepped exactly.
         """
-        self.parameters = own_parameters(self.optimizers)
+        known, self.parameters = self.parameters, own_parameters(self.optimizers)
+        if self.scaler is not None and self.scale_mark() is None and self.parameters:
+            self.scaler.scale(torch.zeros((), device=self.parameters[0].device))
+        if list(map(id, known)) == list(map(id, self.parameters)):
+            return
         held = sum(len(group["params"]) for o in self.optimizers for group in o.param_groups)
         if held > len(self.parameters):
             raise UnsupportedError(
@@ -153,15 +157,13 @@ class Finish:
             )
         for optimizer in self.optimizers:
             _refuse_broken_kernel(optimizer)
-        if self.scaler is None:
-            return
-        if any(parameter.dtype == torch.float16 for parameter in self.parameters):
+        if self.scaler is not None and any(
+            parameter.dtype == torch.float16 for parameter in self.parameters
+        ):
             raise UnsupportedError(
                 "a GradScaler can't unscale the gradients of float16 parameters; keep the parameters in "
                 "float32 and run the forward under torch.autocast(dtype=torch.float16)"
             )
-        if self.scale_mark() is None and self.parameters:
-            self.scaler.scale(torch.zeros((), device=self.parameters[0].device))
 
     def scaled(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale."""

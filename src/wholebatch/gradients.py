@@ -28,24 +28,23 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def total_norm(gradients: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm over all elements of all gradients, ``sqrt(sum_g sum_i g_i^2)``.
 
     Args:
         gradients: tensors of any shapes and devices; at least one.
-        dtype: the precision of the sum; by default float32, or the gradients' own where wider.
-            (A norm summed in bfloat16 would itself be wrong in its third digit.)
 
     Returns:
         0-dimensional tensor on the first gradient's device; nothing is read by the host.
 
-    Exactness: rounding of one sum in ``dtype``. Overflows to infinity where the squares of finite
-    gradients leave ``dtype``; :func:`careful_norm` does not.
+    Exactness: rounding of one sum in float32, or the gradients' own dtype where wider. Overflows to
+    infinity where the squares of finite gradients leave it; :func:`careful_norm` does not.
     """
     home = gradients[0].device
     norms: list[Tensor] = []
     for group in _by_kind([_real(gradient) for gradient in gradients]):
-        wide = dtype or torch.promote_types(group[0].dtype, torch.float32)
+        # a norm summed in bfloat16 would itself be wrong in its third digit
+        wide = torch.promote_types(group[0].dtype, torch.float32)
         norms += [norm.to(home) for norm in torch._foreach_norm(group, 2, dtype=wide)]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total

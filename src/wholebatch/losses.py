@@ -182,8 +182,8 @@ def _select(batch: Any, selector: Selector, name: str) -> Tensor:
         except (KeyError, IndexError, TypeError) as error:
             has = f"keys {list(batch)}" if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
             raise ObjectiveError(
-                f"{name} found no {selector!r} in a batch with {has}; name where they are, for "
-                f"instance labels='targets', an index for a tuple, or a function of the batch"
+                f"{name} found no {selector!r} in a batch with {has}; say where it is: a key, an index "
+                f"for a tuple, or a function of the batch"
             ) from error
     if not isinstance(found, Tensor):
         raise ObjectiveError(f"{name} found a {type(found).__name__} at {selector!r}; it needs a tensor")
@@ -267,7 +267,8 @@ def _elementwise(
         if values.shape != wanted.shape:
             raise ObjectiveError(
                 f"{name}: an output of shape {list(values.shape)} does not fit targets of shape "
-                f"{list(wanted.shape)}; they would be broadcast against each other"
+                f"{list(wanted.shape)}; torch would broadcast them against each other, so reshape one, "
+                f"for instance output.squeeze(-1)"
             )
         if mask is None:
             return function(values, wanted, reduction="sum"), wanted.numel()
@@ -275,7 +276,7 @@ def _elementwise(
         if counts.shape != wanted.shape:
             raise ObjectiveError(
                 f"{name}: a mask of shape {list(counts.shape)} does not fit targets of shape "
-                f"{list(wanted.shape)}"
+                f"{list(wanted.shape)}; give one number for each element of the targets"
             )
         # Masked elements are replaced before and after, not multiplied by zero: a NaN in padding
         # would survive 0 * NaN, forward and backward.

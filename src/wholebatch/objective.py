@@ -48,7 +48,7 @@ class Objective(Protocol):
 
     def positions(self, batch: Any) -> int | None:
         """Elements that the forward computes for this micro-batch, padding included; ``None`` where
-        they are its samples."""
+        nobody told."""
 
     def __call__(self, output: Any, batch: Any) -> LossSum | Mapping[str, LossSum]:
         """The summed loss of one micro-batch and its items."""
@@ -65,7 +65,7 @@ class SummedLoss:
         name: what messages call it.
         loss: ``loss(output, batch) -> (loss_sum, num_items)``, a sum that is not divided.
         items: ``items(batch) -> num_items`` ahead of the forward, or ``None`` where unknowable.
-        forward_positions: ``forward_positions(batch) -> int``, or ``None`` where they are the samples.
+        forward_positions: ``forward_positions(batch) -> int``, or ``None`` where nobody told.
     """
 
     name: str
@@ -154,8 +154,8 @@ def counted_loss(
         loss: ``loss(output, batch) -> (loss_sum, num_items)``.
         count: ``count(batch) -> num_items`` ahead of the forward. Without it the window runs with a
             provisional denominator and corrects it once at the finish.
-        positions: elements that the forward computes for a micro-batch, padding included; by default
-            its samples.
+        positions: elements that the forward computes for a micro-batch, padding included, so that the
+            record can tell the share of padding.
 
     Returns:
         An objective with one term.
@@ -231,11 +231,3 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
     if isinstance(items, bool) or not isinstance(items, Real) or not -(2**53) <= number <= 2**53:
         raise ObjectiveError(f"{name} gave num_items={items!r}; give a number of items, below 2^53")
     return LossSum(loss_sum, float(items))
-
-
-def sums_as_given(output: Any, batch: Any) -> LossSum:  # noqa: ARG001
-    """``output`` is ``(loss_sum, num_items)`` already: the loop computed its loss itself.
-
-    Exactness: no arithmetic; the tensors themselves.
-    """
-    return as_loss_sum(output)

@@ -69,7 +69,9 @@ class Snapshot:
         self._random = RandomState.capture()
         self._set_aside = [(p, p.grad) for p in stale if p.grad is not None]
         clear_gradients(stale)
-        self._watched = [*self._model.parameters(), *parameters]
+        own = {id(parameter) for parameter in parameters}
+        others = (parameter for parameter in self._model.parameters() if id(parameter) not in own)
+        self._watched = [*parameters, *others]
         self._states = _states(self._watched)
         self._modes = {module: module.training for module in self._model.modules()}
         self.mark_gradients()

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from wholebatch.errors import ObjectiveError, WindowUsageError
 from wholebatch.gradients import read_scalars
 from wholebatch.objective import Number, Objective
@@ -27,7 +29,7 @@ class Tally:
     """What one rank holds of a window.
 
     Attributes:
-        micro_batches, samples, positions: how many of each.
+        micro_batches, samples, positions: how many of each; no positions where they are not known.
         digest: commutative digest of the sample ids, ``None`` where they are not known.
         items: for each micro-batch and term, the items counted ahead; ``None`` where unknowable.
         settings: fingerprint of what must be the same on every rank.
@@ -159,11 +161,10 @@ def tally(
     table = [None if given is None else number for given, number in zip(flat, known, strict=True)]
     rows = [tuple(table[start : start + len(terms)]) for start in range(0, len(table), len(terms))]
     samples = [count_samples(batch) for batch in batches]
-    positions = [objective.positions(batch) for batch in batches]
     return Tally(
         micro_batches=len(batches),
         samples=sum(samples),
-        positions=sum(of if p is None else p for p, of in zip(positions, samples, strict=True)),
+        positions=_total(objective.positions(batch) for batch in batches),
         digest=_digest(batches, sample_ids, sum(samples)),
         items=tuple(rows),
         settings=settings,
@@ -176,11 +177,21 @@ def _digest(batches: Sequence[Any], sample_ids: Iterable[int] | None, samples: i
         known = [batch["sample_ids"] for batch in batches if _has_sample_ids(batch)]
         if len(known) < max(1, len(batches)):
             return None
-        sample_ids = [int(sample_id) for ids in known for sample_id in ids]
+        sample_ids = [int(sample_id) for ids in known for sample_id in _on_host(ids)]
     ids = list(sample_ids)
     if len(ids) != samples:
         raise WindowUsageError(f"{len(ids)} sample ids were given for {samples} samples of this window")
     return sample_digest(ids)
+
+
+def _total(positions: Iterable[int | None]) -> int:
+    """All positions; none where those of some micro-batch are not known."""
+    numbers = list(positions)
+    return sum(n for n in numbers if n is not None) if None not in numbers else 0
+
+
+def _on_host(ids: Any) -> Any:
+    return ids.tolist() if isinstance(ids, Tensor) else ids  # one read, not one for each
 
 
 def _has_sample_ids(batch: Any) -> bool:

@@ -61,6 +61,7 @@ class WindowParts:
     Attributes:
         count_samples: tells the samples of a micro-batch.
         settings: what must be the same on every rank, in words.
+        terms: names of the objective's terms, in order.
         provisional_items: N of the last update, where N is known only after the forwards.
         poisoned: why no further update can run, or ``None``.
         open_update: the update that is under way, or ``None``.
@@ -76,15 +77,11 @@ class WindowParts:
     on_nonfinite: Literal["skip", "raise"]
     count_samples: Callable[[Any], int]
     settings: str
+    terms: tuple[str, ...]
     counters: Counters = field(default_factory=Counters)
     provisional_items: float | None = None
     poisoned: str | None = None
     open_update: Update | None = None
-
-    @property
-    def terms(self) -> tuple[str, ...]:
-        """Names of the objective's terms, in order."""
-        return tuple(self.objective.coefficients)
 
 
 class Update:
@@ -219,7 +216,7 @@ class Update:
                 "objective a count"
             )
         # Provisional: the last update's N, corrected once it is known. The first update has none.
-        self._provisional = window.provisional_items or float(max(1, total.positions))
+        self._provisional = window.provisional_items or float(max(1, total.positions, total.samples))
         for (term, coefficient), n in zip(window.objective.coefficients.items(), total.items, strict=True):
             n = self._provisional if n is None else n
             self._shares[term] = coefficient * ranks.divisor / n if n > 0 else 0.0
@@ -373,8 +370,8 @@ class Update:
         if ranks.reduces_at_the_end:
             ranks.check_before_reducing(window.finish.parameters)
             self._meet_before_reducing()
-        ranks.complete_reduction(window.finish.parameters)
-        self._irrevocable = False
+            ranks.reduce(window.finish.parameters)
+            self._irrevocable = False
         gradient_norm, result = self._agree_on_result()
         self._conclude(total, result, gradient_norm)
 

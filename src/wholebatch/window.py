@@ -8,7 +8,8 @@ The loop that it stands for, on one rank and without anything that can go wrong:
         (loss_sum / N).backward()                               # divide once
     clip(); optimizer.step(); scheduler.step(); clear()
 
-What this file adds is what makes that true on many ranks and on bad days. The ranks add N up while
+What is added to it, here and in ``update.py``, makes that true on many ranks and on bad days. The
+ranks add N up while
 the first forward runs. Only the last micro-batch lets the engine reduce, and before its backward
 all ranks say that they got there. Whatever the engine divides by is multiplied back in. Then the
 finish, and one of three ends:
@@ -19,8 +20,9 @@ finish, and one of three ends:
 * or, past the point of no return (gradients under way between ranks, or an optimizer at work), the
   window is **poisoned**: every rank ends with an error that says so.
 
-The ranks meet three times an update, in :class:`wholebatch.ranks.agreement.Agreement`: to add up
-what the window holds, before the backward that reduces, and to agree on what came out.
+Apart from the reduction itself the ranks meet three times an update, in
+:class:`wholebatch.ranks.agreement.Agreement`: to add up what the window holds, before the backward that
+reduces, and to agree on what came out.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from torch.optim import Optimizer
 
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
 from wholebatch.finish import DeclaredSchedule, Finish
-from wholebatch.objective import Objective, counted_loss, sums_as_given
+from wholebatch.objective import Objective, counted_loss
 from wholebatch.plan import BatchPlan
 from wholebatch.ranks import find_ranks
 from wholebatch.ranks.agreement import Agreement
@@ -103,7 +105,7 @@ class UpdateWindow:
         _refuse_odd_arguments(model, objective)
         if on_nonfinite not in ("skip", "raise"):
             raise WindowUsageError(f'on_nonfinite={on_nonfinite!r} is neither "skip" nor "raise"')
-        objective = objective if objective is not None else counted_loss(sums_as_given)
+        objective = objective if objective is not None else counted_loss(lambda given, _: given)
         finish = Finish(
             optimizers=_several(optimizer),
             clip_grad_norm=clip_grad_norm,
@@ -124,7 +126,7 @@ class UpdateWindow:
                 f'on_stale_gradients="include" adds what lies on this rank, and {ranks.num_replicas} '
                 f"replicas would add different gradients; include them on one rank, or clear them"
             )
-        terms = len(objective.coefficients)
+        terms = tuple(objective.coefficients)
         self.samples_dropped = 0
         self._parts = WindowParts(
             model=model,
@@ -132,7 +134,10 @@ class UpdateWindow:
             plan=plan,
             finish=finish,
             ranks=ranks,
-            agreement=Agreement(ranks, max(payload_size(terms), result_size(ranks.num_replicas, terms))),
+            agreement=Agreement(
+                ranks, max(payload_size(len(terms)), result_size(ranks.num_replicas, len(terms)))
+            ),
+            terms=terms,
             snapshot=Snapshot(model, on_stale_gradients),
             on_nonfinite=on_nonfinite,
             count_samples=count_samples,
@@ -185,10 +190,12 @@ class UpdateWindow:
                 raise PoisonedWindowError(parts.poisoned)
             try:
                 drawn = list(islice(source, plan.micro_batches_per_window))
-                samples = sum(parts.count_samples(batch) for batch in drawn)
-                # Only the end of the data is a tail; a short window before it is not dropped.
-                ahead = list(islice(source, 1)) if plan.tail == "drop" else []
-                source = chain(ahead, source)
+                samples, ahead = 0, []
+                if plan.tail == "drop":
+                    samples = sum(parts.count_samples(batch) for batch in drawn)
+                    # Only the end of the data is a tail; a short window before it is not dropped.
+                    ahead = list(islice(source, 1))
+                    source = chain(ahead, source)
             except BaseException:
                 parts.agreement.report_failure()
                 raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from wholebatch.errors import OtherRankFailedError, PoisonedWindowError
 from wholebatch.ranks.base import PendingTotal, Ranks
@@ -17,18 +17,13 @@ from wholebatch.ranks.base import PendingTotal, Ranks
 # ranks that failed, the sum of their numbers, ranks that are poisoned, and the exchange's place in the
 # update with its square, by which ranks that run different code are told apart
 _HEADER = 5
-_PLACES = (
-    "drawing micro-batches",
-    "adding up what the window holds",
-    "about to reduce gradients",
-    "agreeing on what came out",
-)
 Place = Literal[
     "drawing micro-batches",
     "adding up what the window holds",
     "about to reduce gradients",
     "agreeing on what came out",
 ]
+_PLACES: tuple[str, ...] = get_args(Place)
 
 
 @dataclass(slots=True)

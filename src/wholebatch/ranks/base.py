@@ -4,11 +4,12 @@ One class for each engine. The window asks it for a handful of things and has no
 number of ranks or on the engine:
 
 * ``total``: add a small host vector up over the replicas;
+* ``begin``, ``open_window``, ``end``: around an update; switches are put back as they were found;
 * ``micro_batch``: hold the reduction back for one micro-batch, or let it run in the last;
 * ``divisor``: what the engine divides by when it reduces;
-* ``backward``, ``complete_reduction``: run the backward; make sure that the reduction happened;
-* ``gradient_norm``, ``share_buffers``: for the finish;
-* ``end``: put the engine's own switches back as they were found.
+* ``backward``, ``reduce``: run a backward and make sure that it reduced; or reduce after all of them;
+* ``gradient_norm``, ``careful_norm``, ``share_buffers``: for the finish;
+* ``check_parameters``, ``check_forward``, ``check_before_reducing``: refuse in time.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Ranks(ABC):
         """Refuse, while it can still be rolled back, what the reduction at the end can't add up."""
 
     @abstractmethod
-    def complete_reduction(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Make sure that the one reduction happened, or do it now."""
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Do the one reduction of a window that was held back as a whole."""
 
     @abstractmethod
     def share_buffers(self) -> None:

@@ -173,9 +173,7 @@ class DDPRanks(Ranks):
                     f'sparse=False, or reduce="overlapped" with a micro-batch on every rank'
                 )
 
-    def complete_reduction(self, parameters: Sequence[nn.Parameter]) -> None:
-        if not self.reduces_at_the_end:
-            return
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         gradients = self._present_on_any_rank(parameters)
         _sum_over_ranks(gradients, self._model.process_group)
         self.reductions += 1
@@ -228,6 +226,8 @@ class DDPRanks(Ranks):
         self._hook_divisor()
 
     def _refuse_other_parameters(self) -> None:
+        if _same_parameters(self._model, self._reduced):
+            return
         known, now = dict(self._reduced), dict(_trainable(self._model))
         changed = sorted(name for name in known.keys() ^ now.keys())
         changed += [name for name in known.keys() & now.keys() if known[name] is not now[name]]
@@ -345,6 +345,14 @@ def _trainable(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad and name not in model.parameters_to_ignore
     ]
+
+
+def _same_parameters(model: DistributedDataParallel, known: Sequence[tuple[str, nn.Parameter]]) -> bool:
+    """Whether the trainable parameters are those known, without building their names."""
+    if model.parameters_to_ignore:
+        return _trainable(model) == known
+    now = (parameter for parameter in model.module.parameters() if parameter.requires_grad)
+    return [id(parameter) for parameter in now] == [id(parameter) for _, parameter in known]
 
 
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

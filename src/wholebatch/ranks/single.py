@@ -43,7 +43,7 @@ class SingleRank(Ranks):
     def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
         pass
 
-    def complete_reduction(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         pass
 
     def share_buffers(self) -> None:

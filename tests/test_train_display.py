@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -120,6 +121,7 @@ def test_an_evaluation_in_words() -> None:
     assert evaluation_words(AN_EVALUATION) == (
         "held out after 2 updates: loss per item 2.7500 over 44,111 items in 308 samples (1.5 s)"
     )
+    assert "after 1 update: " in evaluation_words(dataclasses.replace(AN_EVALUATION, updates_applied=1))
 
 
 def test_a_terminal_gets_the_live_panel_and_a_file_gets_lines() -> None:

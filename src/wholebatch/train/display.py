@@ -190,9 +190,9 @@ class LiveDisplay:
 
 def evaluation_words(evaluation: Evaluation) -> str:
     """An evaluation in one line."""
-    loss = evaluation.loss_per_item
+    loss, updates = evaluation.loss_per_item, evaluation.updates_applied
     return (
-        f"{evaluation.split.replace('_', ' ')} after {evaluation.updates_applied} updates: "
+        f"{evaluation.split.replace('_', ' ')} after {updates} update{'' if updates == 1 else 's'}: "
         f"loss per item {'not finite' if loss is None else f'{loss:.4f}'} "
         f"over {evaluation.items:,} items in {evaluation.samples:,} samples ({evaluation.seconds:.1f} s)"
     )

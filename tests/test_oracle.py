@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wholebatch.errors import JudgeError, UsageError
+from wholebatch.objective import as_loss_sum
 from wholebatch.oracle import batch_in, big_batch_update, private_copy, trainable
 
 Batch = dict[str, Tensor]
@@ -52,6 +53,18 @@ def test_it_is_the_gradient_of_the_mean_by_hand() -> None:
     assert update.loss_per_item == pytest.approx(35 / 3, rel=1e-15)
     assert update.gradient_norm == pytest.approx(44 / 3, rel=1e-15)
     assert (update.num_items, update.loss_sums) == ({"loss": 3.0}, {"loss": 35.0})
+
+
+@pytest.mark.parametrize("items", [np.int64(6), np.uint8(6), np.float32(6), torch.tensor([6]), 6.0])
+def test_numbers_of_items_are_read_as_the_window_reads_them(items: Any) -> None:
+    def loss_fn(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        return summed(model, batch)[0], items
+
+    assert as_loss_sum((torch.ones(()), items)).num_items == 6
+    update = big_batch_update(mlp(), loss_fn, data(), make_optimizer=sgd)
+    assert update.num_items == {"loss": 6.0}
+    plain = big_batch_update(mlp(), summed, data(), make_optimizer=sgd)
+    assert torch.equal(update.gradients["0.weight"], plain.gradients["0.weight"])
 
 
 def test_terms_have_their_own_items_and_coefficients() -> None:
@@ -175,6 +188,9 @@ one = torch.ones((), requires_grad=True)
         ({}, "returned an empty dict"),
         ((one.expand(2), 2), r"a loss of shape \[2\] for term 'loss'; sum it to a scalar"),
         ((one, "many"), "num_items='many' for term 'loss'; give one number"),
+        ((one, "3"), "num_items='3' for term 'loss'; give one number"),
+        ((one, True), "num_items=True for term 'loss'; give one number"),
+        ((one, torch.ones(2)), r"num_items=tensor\(\[1., 1.\]\) for term 'loss'; give one number"),
         ((one * float("nan"), 2), "loss_sum=nan and num_items=2.0"),
         ((one, float("inf")), "loss_sum=1.0 and num_items=inf"),
         ({"a": (one, 0), "b": (one, 0)}, r"counted 0 items in the whole batch \(terms: a, b\)"),

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -299,12 +300,11 @@ def _loss_and_items(name: str, term: Any) -> tuple[Tensor, float]:
         raise JudgeError(
             f"loss_fn returned a loss of shape {list(loss_sum.shape)} for term {name!r}; sum it to a scalar"
         )
-    try:
-        number = float(items.detach() if isinstance(items, Tensor) else items)
-    except (TypeError, ValueError) as error:
-        raise JudgeError(
-            f"loss_fn returned num_items={items!r} for term {name!r}; give one number"
-        ) from error
+    # numpy's integers and floats are Real too; a text that float() could read is no number of items.
+    is_number = isinstance(items, Real) and not isinstance(items, bool)
+    if not (items.numel() == 1 if isinstance(items, Tensor) else is_number):
+        raise JudgeError(f"loss_fn returned num_items={items!r} for term {name!r}; give one number")
+    number = float(items.detach() if isinstance(items, Tensor) else items)
     value = float(loss_sum.detach())
     if not (math.isfinite(number) and math.isfinite(value)):
         raise JudgeError(

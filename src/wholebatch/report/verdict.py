@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
 from wholebatch.report.output import finite, text_stream, write_json
+from wholebatch.report.verdict_text import render
 from wholebatch.verify import verify_window
 from wholebatch.verify.trial import seeded
+from wholebatch.verify.whereabouts import told
 
 # Where the ranks of ``--ranks N`` leave the verdict for the process that started them.
 _HAND_BACK = "WHOLEBATCH_VERDICT_FILE"
@@ -188,7 +188,7 @@ def _guarded(call: Callable[[], Any], what: str) -> Any:
     except WholebatchError:
         raise
     except Exception as error:
-        raise JudgeError(f"{what} with {type(error).__name__}: {error}") from error
+        raise JudgeError(f"{what} with {told(error)}") from error
 
 
 def _public(module: ModuleType) -> list[str]:
@@ -305,80 +305,3 @@ def _tell(verdict: Mapping[str, Any], target: str, json_target: str | None) -> i
     render(verdict, target, Console(file=text_stream(json_target), highlight=False))
     write_json(verdict, json_target)
     return 0 if verdict["equal"] else 1
-
-
-def render(verdict: Mapping[str, Any], target: str, console: Console) -> None:
-    """Print a verdict for people.
-
-    Args:
-        verdict: the keys of ``wholebatch verify --json``.
-        target: what was judged.
-        console: where to.
-    """
-    console.print(f"[bold]{escape(target)}[/]: {_headline(verdict)}", soft_wrap=True)
-    items = ", ".join(f"{number:g} items of {term}" for term, number in verdict["num_items"].items())
-    console.print(
-        f"whole batch: {verdict['num_samples']} samples, {items}; {verdict['ranks']} rank(s); "
-        f"judged in {verdict['judged_in']}",
-        soft_wrap=True,
-    )
-    console.print(_splits_table(verdict["splits"]))
-    for line in _lines(verdict):
-        console.print(escape(line), soft_wrap=True)
-
-
-def _headline(verdict: Mapping[str, Any]) -> str:
-    if verdict["equal"]:
-        return "[green]equal[/]: the split update is the big batch's update"
-    factor = verdict["factor"]
-    times = "" if factor is None else f", the gradient is {factor:.6g} times the big batch's"
-    return f"[red]not equal[/]: {verdict['cause']}{times}"
-
-
-def _splits_table(splits: list[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("micro-batches (samples)", "verdict", "worst", "error", "bound", "factor"):
-        table.add_column(heading, justify="left", overflow="fold")
-    for split in splits:
-        worst = split["worst"] or {}
-        name = f"{worst['quantity']} {worst['parameter']}" if worst else split["refused"] or ""
-        table.add_row(
-            _sizes(split["micro_batch_samples"]),
-            "equal" if split["equal"] else "not equal",
-            escape(name),
-            _number(worst.get("error")),
-            _number(worst.get("bound")),
-            _number(split["factor"], digits=6),
-        )
-    return table
-
-
-def _sizes(sizes: list[int]) -> str:
-    if len(sizes) > 8 and len(set(sizes)) == 1:
-        return f"{len(sizes)} x {sizes[0]}"
-    return "+".join(map(str, sizes))
-
-
-def _number(value: float | None, *, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}g}"
-
-
-def _lines(verdict: Mapping[str, Any]) -> Iterator[str]:
-    rounding = verdict["rounding"]
-    if rounding is not None:
-        worst = rounding["worst"]
-        yield (
-            f"rounding in {rounding['dtype']} over {_sizes(rounding['micro_batch_samples'])}: "
-            f"{'within' if rounding['within'] else 'beyond'} what is allowed; {worst['parameter']} is "
-            f"{_number(worst['error'])} from the float64 truth, allowed {_number(worst['bound'])}, the "
-            f"whole batch itself {_number(rounding['whole_error'])}"
-        )
-    if verdict["equal_when_replayed"] is not None:
-        same = "equals" if verdict["equal_when_replayed"] else "does not equal"
-        yield f"with the same random numbers the window {same} the plain sum of its micro-batches"
-    if verdict["also"]:
-        yield f"also seen: {', '.join(verdict['also'])}"
-    if verdict["ruled_out"]:
-        yield f"ruled out: {'; '.join(verdict['ruled_out'])}"
-    yield from (f"note: {note}" for note in verdict["notes"])
-    yield verdict["advice"]

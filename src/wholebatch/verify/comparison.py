@@ -26,6 +26,7 @@ from wholebatch.oracle import OracleUpdate, private_copy, trainable
 from wholebatch.verify.plain import PlainSum, plain_sum
 from wholebatch.verify.trial import Problem, WindowRun, dtype_name, gathered, run_whole, run_window, seeded
 from wholebatch.verify.verification import Rounding, SplitResult
+from wholebatch.verify.whereabouts import told
 
 # Roundings of one element in the longest first update of torch.optim, AdamW's: 3 for decay and step, 2
 # for each moment, 6 for the bias corrections, root, quotient. Twice, for window and oracle both round.
@@ -76,7 +77,7 @@ def try_split(
         tried.count_mismatch = isinstance(refusal, CountMismatchError)
         tried.result = replace(result, refused=str(refusal))
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
+        failure = told(error)
     else:
         bound = problem.margin(len(sizes)) * plain.scale
         factor = None if errors[0].within else factor_of(tried.run.gradients, whole.gradients, bound)
@@ -135,7 +136,7 @@ def factor_of(split: Mapping[str, Tensor], whole: Mapping[str, Tensor], toleranc
         tolerance: what rounding explains.
 
     Returns:
-        ``a``, or ``None`` where the two are not proportional or the whole is zero.
+        ``a``, or ``None`` where the two are not proportional or either is zero.
 
     Exactness: rounding of two sums in float64.
     """
@@ -145,6 +146,8 @@ def factor_of(split: Mapping[str, Tensor], whole: Mapping[str, Tensor], toleranc
     if not (square > 0.0 and math.isfinite(dot) and math.isfinite(square)):
         return None
     factor = dot / square
+    if not any(magnitude(split).values()):  # nothing arrived, which is not a matter of scale
+        return None
     left = distance(split, {name: factor * as_wide(gradient) for name, gradient in whole.items()})
     return factor if max(left.values()) <= max(1.0, abs(factor)) * tolerance else None
 

@@ -32,7 +32,17 @@ from torch import nn
 
 from wholebatch.closeness import distance
 from wholebatch.oracle import OracleUpdate, private_copy
+from wholebatch.verify.padding import (
+    PADDED_LENGTH_ADVICE,
+    PADDING_ADVICE,
+    PADDING_COUNTED_ADVICE,
+    PADDING_NOT_TRIED,
+    cut_after_collating,
+    divides_by_length,
+    padded_lengths,
+)
 from wholebatch.verify.plain import PlainSum, plain_sum, where_samples_meet
+from wholebatch.verify.thirds import is_weighted_mean, same_amount_per_call, thirds_of
 from wholebatch.verify.trial import Problem, run_whole, terms_of
 
 ADVICE: Mapping[str, str] = {
@@ -52,7 +62,8 @@ ADVICE: Mapping[str, str] = {
     ),
     "coupled_samples": (
         "The loss of the whole batch is not made of the losses of its parts: samples are compared with "
-        "each other (in-batch negatives, batch statistics, a normalisation over the batch){place}. "
+        "each other (in-batch negatives, batch statistics, a normalisation over the batch, padding to the "
+        "longest){place}. "
         "Splitting changes what is computed; this update can't be accumulated as it is."
     ),
     "mean_for_sum": (
@@ -260,9 +271,11 @@ def _sums_and_counts(
             return replace(_count_diagnosis(term, items, counts), ruled_out=(*ruled_out, "coupled samples"))
         weighted = math.fsum(n * value for n, value in zip(counts, losses, strict=True))
         by_items = _same(items * loss, weighted, margin, abs(items * loss))
-        if (counts_add_up and by_items) or _is_weighted_mean(case, term):
+        if (counts_add_up and by_items) or _is_mean(case, term):
             return Diagnosis(cause="mean_for_sum", advice=ADVICE["mean_for_sum"], ruled_out=ruled_out)
-        advice = _penalty_advice(case, term) or ADVICE["coupled_samples"].format(place=_place(case))
+        if (padding := _padding(case, whole, plain, term)) is not None:
+            return replace(padding, ruled_out=ruled_out)
+        advice = _penalty_advice(case, term) or _coupled_advice(case)
         return Diagnosis(
             cause="coupled_samples", advice=advice, ruled_out=(*ruled_out, "a mean taken for a sum")
         )
@@ -273,9 +286,44 @@ def _sums_and_counts(
     )
 
 
+def _padding(case: _Case, whole: OracleUpdate, own: PlainSum, term: str) -> Diagnosis | None:
+    """A cause that shows once the batch is collated as a whole and cut afterwards, or ``None``."""
+    once = cut_after_collating(case.problem, case.sizes)
+    if once is None:
+        return None
+    cut = replace(case, problem=once, parts=once.cut(case.sizes))
+    try:
+        plain = cut.plain()
+    except Exception:  # what collate made may be more than dimension 0 can cut
+        return None
+    if not cut.agrees(plain, whole):
+        found = _sums_and_counts(cut, whole, plain, ruled_out=())
+        return found if found.cause == "mean_for_sum" else None
+    if any(
+        one.get(term) != other.get(term) for one, other in zip(own.num_items, plain.num_items, strict=True)
+    ):
+        return Diagnosis(cause="wrong_count", advice=PADDING_COUNTED_ADVICE)
+    lengths = [padded_lengths(one, other) for one, other in zip(case.parts, cut.parts, strict=True)]
+    margin = case.problem.margin(len(case.parts))
+    if divides_by_length(own, plain, term=term, lengths=lengths, margin=margin):
+        return Diagnosis(cause="wrong_count", advice=PADDED_LENGTH_ADVICE)
+    return Diagnosis(cause="coupled_samples", advice=PADDING_ADVICE)
+
+
+def _coupled_advice(case: _Case) -> str:
+    advice = ADVICE["coupled_samples"].format(place=_place(case))
+    untried = case.problem.collated and cut_after_collating(case.problem, case.sizes) is None
+    return advice + PADDING_NOT_TRIED if untried else advice
+
+
 def _place(case: _Case) -> str:
     module = where_samples_meet(case.problem, case.model, case.parts[0])
     return ", in the loss or between modules" if module is None else f", first in module {module}"
+
+
+def _is_mean(case: _Case, term: str) -> bool:
+    thirds = thirds_of(case.problem, case.sizes, case.model, term)
+    return thirds is not None and is_weighted_mean(thirds, case.problem.margin(len(case.parts)))
 
 
 def _count_diagnosis(term: str, items: float, counts: Sequence[float]) -> Diagnosis:
@@ -286,86 +334,14 @@ def _count_diagnosis(term: str, items: float, counts: Sequence[float]) -> Diagno
     return Diagnosis(cause="wrong_count", advice=ADVICE["wrong_count"].format(counts=text))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Thirds:
-    """One term's loss on three consecutive groups of samples and on their unions."""
-
-    a: float
-    b: float
-    c: float
-    ab: float
-    bc: float
-    abc: float
-
-
-def _thirds(case: _Case, term: str) -> _Thirds | None:
-    samples = sum(case.sizes)
-    a, b = samples // 3, (samples + 1) // 3
-    c = samples - a - b
-    if samples < 3:
-        return None
-    cuts = {"a_bc": case.problem.cut([a, b + c]), "ab_c": case.problem.cut([a + b, c])}
-    middle = case.problem.cut([a, b, c])[1]
-    batches = {
-        "a": cuts["a_bc"][0],
-        "b": middle,
-        "c": cuts["ab_c"][1],
-        "ab": cuts["ab_c"][0],
-        "bc": cuts["a_bc"][1],
-    }
-    batches["abc"] = case.problem.whole
-    found = {name: terms_of(case.problem, batch, model=case.model) for name, batch in batches.items()}
-    return _Thirds(**{name: terms.get(term, (0.0, 0.0))[0] for name, terms in found.items()})
-
-
-def _is_weighted_mean(case: _Case, term: str) -> bool:
-    """Whether the loss is a mean over something, whatever it is a mean over.
-
-    For a mean with weights w of the groups, ``S(ab) = (w_a S(a) + w_b S(b)) / (w_a + w_b)`` gives
-    ``w_b / w_a``, and ``S(bc)`` gives ``w_c / w_b``. Together they say what ``S(abc)`` has to be; that
-    is compared.
-    """
-    thirds = _thirds(case, term)
-    if thirds is None or (expected := _mean_of_all(thirds)) is None:
-        return False
-    margin = case.problem.margin(len(case.parts))
-    # How far rounding of each of the five inputs carries into the prediction.
-    reach = margin * abs(thirds.abc)
-    for name in ("a", "b", "c", "ab", "bc"):
-        value = getattr(thirds, name)
-        moved = _mean_of_all(replace(thirds, **{name: value + margin * abs(value)}))
-        reach += math.inf if moved is None else abs(moved - expected)
-    spread = max(thirds.a, thirds.b, thirds.c) - min(thirds.a, thirds.b, thirds.c)
-    return abs(expected - thirds.abc) <= reach < spread
-
-
-def _mean_of_all(thirds: _Thirds) -> float | None:
-    """What ``S(abc)`` has to be if S is a weighted mean; ``None`` if it can't be one."""
-    if thirds.b == thirds.ab or thirds.c == thirds.bc:
-        return None
-    b_to_a = (thirds.ab - thirds.a) / (thirds.b - thirds.ab)
-    c_to_b = (thirds.bc - thirds.b) / (thirds.c - thirds.bc)
-    weights = (1.0, b_to_a, b_to_a * c_to_b)
-    if not math.fsum(weights):
-        return None
-    return (thirds.a + weights[1] * thirds.b + weights[2] * thirds.c) / math.fsum(weights)
-
-
 def _penalty_advice(case: _Case, term: str) -> str | None:
     """Advice for a loss that adds the same amount once per call, such as a penalty on weights."""
-    thirds = _thirds(case, term)
-    if thirds is None:
-        return None
-    amounts = (
-        thirds.a + thirds.b - thirds.ab,
-        thirds.b + thirds.c - thirds.bc,
-        (thirds.a + thirds.b + thirds.c - thirds.abc) / 2.0,
-    )
-    size = sum(map(abs, (thirds.a, thirds.b, thirds.c, thirds.ab, thirds.bc, thirds.abc)))
-    if max(amounts) - min(amounts) > case.problem.margin(len(case.parts)) * size:
+    thirds = thirds_of(case.problem, case.sizes, case.model, term)
+    amount = None if thirds is None else same_amount_per_call(thirds, case.problem.margin(len(case.parts)))
+    if amount is None:
         return None
     return (
-        f"Every call of loss_fn adds the same {amounts[0]:.6g} to term {term!r}, whatever its samples (a "
+        f"Every call of loss_fn adds the same {amount:.6g} to term {term!r}, whatever its samples (a "
         f"penalty on weights?), so A micro-batches add it A times. Return it as a term of its own, "
         f"multiplied by the number of samples and with num_items the number of samples."
     )

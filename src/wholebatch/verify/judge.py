@@ -9,27 +9,23 @@ float32 sum explain. Where either fails, :mod:`wholebatch.verify.diagnosis` find
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.closeness import ParameterError, magnitude, worst_first
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
-from wholebatch.gradients import copy_gradients
 from wholebatch.oracle import (
     LossFunction,
     MakeOptimizer,
     OracleUpdate,
     no_trainable,
-    random_state_kept,
     trainable,
 )
-from wholebatch.replay import BufferKeeper
 from wholebatch.verify.comparison import (
     Tried,
     amplification,
@@ -49,10 +45,18 @@ from wholebatch.verify.trial import (
     run_whole,
     working_dtype,
 )
-from wholebatch.verify.verification import Rounding, SplitResult, Verification
+from wholebatch.verify.untouched import caller_untouched
+from wholebatch.verify.verification import Rounding, Verification
+from wholebatch.verify.whereabouts import place_of, told
+from wholebatch.verify.words import factor_sentence
 
 # A bound wider than this share of the gradient would excuse a wrong denominator.
 _WIDEST_MARGIN = 0.25
+
+
+_ZERO = (
+    "on micro-batches of {sizes} samples every gradient is exactly zero, so the bound on rounding is 0 too"
+)
 
 
 def sgd_with_momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -114,6 +118,7 @@ def verify_window(
             loss_fn=loss_fn,
             whole=whole,
             cut=cut,
+            collated=collate is not None,
             make_optimizer=sgd_with_momentum if make_optimizer is None else make_optimizer,
             clip_grad_norm=clip_grad_norm,
             coefficients=coefficients if objective is None else objective.coefficients,
@@ -126,50 +131,14 @@ def verify_window(
             if splits is None
             else checked_splits(splits, samples, ranks=running)
         )
-        return _Judge(samples=samples, given=splits is not None).judge(problem, chosen)
-
-
-@contextmanager
-def caller_untouched(model: nn.Module) -> Iterator[None]:
-    """Put parameters, gradients, buffers and modes of ``model`` and all random state back at the end.
-
-    Copies are what is run; this is for a ``loss_fn`` that reaches the caller's model by another way.
-
-    Args:
-        model: the caller's model.
-
-    Exactness: bit for bit.
-    """
-    if not isinstance(model, nn.Module):
-        raise JudgeError(f"model is a {type(model).__name__}, not a torch.nn.Module; nothing can be judged")
-    values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    owned = [(parameter, parameter.grad) for parameter in model.parameters()]
-    gradients = copy_gradients(model.parameters())
-    asked = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = BufferKeeper(model)
-    buffers.keep()
-    with random_state_kept():
         try:
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, value in values:
-                    if not _same_bits(parameter, value):
-                        parameter.copy_(value)
-                for (parameter, gradient), (_, value_of) in zip(owned, gradients, strict=True):
-                    if gradient is not None and value_of is not None:
-                        gradient.copy_(value_of)
-                    parameter.grad = gradient
-            for parameter, wanted in asked:
-                parameter.requires_grad_(wanted)
-            for module, training in modes:
-                module.training = training
-            buffers.put_back()
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+            return _Judge(samples=samples, given=splits is not None).judge(problem, chosen)
+        except WholebatchError:
+            raise
+        except Exception as error:
+            if not place_of(error):  # not the user's: a mistake of ours keeps its traceback
+                raise
+            raise JudgeError(f"an experiment of verify failed with {told(error)}") from error
 
 
 def _check_model(model: nn.Module) -> None:
@@ -241,7 +210,7 @@ class _Judge:
             parts = problem.cut(sizes)
             plain = plain_sum(problem, parts)
         except Exception as error:
-            message = f"micro-batches of {list(sizes)} samples fail with {type(error).__name__}: {error}"
+            message = f"micro-batches of {list(sizes)} samples fail with {told(error)}"
             if self.given:
                 raise JudgeError(message) from error
             if message not in self.notes:
@@ -267,6 +236,7 @@ class _Judge:
         self, problem: Problem, whole: OracleUpdate, tried: Sequence[Tried], chance: bool
     ) -> Verification:
         failed = [one for one in tried if not one.result.equal] or list(tried)
+        self.notes += [_ZERO.format(sizes=list(one.sizes)) for one in failed if one.plain.scale == 0.0]
         worst = max(failed, key=lambda one: (one.result.refused is None, ratio_of(one.result)))
         found = diagnose(
             problem,
@@ -288,7 +258,11 @@ class _Judge:
             worst=_worst(failed),
             factor=None if factored is None else factored.factor,
             found=found,
-            advice=found.advice + _factor_words(factored),
+            advice=found.advice
+            + factor_sentence(
+                None if factored is None else factored.factor,
+                0 if factored is None else len(factored.micro_batch_samples),
+            ),
         )
 
     def _verification(
@@ -377,21 +351,6 @@ def _check_same_on_all_ranks(whole: OracleUpdate) -> None:
             f"the ranks were given different models or batches: their whole batches have loss sums "
             f"{[sums for sums, _ in seen]}; build both from the same seed on every rank"
         )
-
-
-def _factor_words(split: SplitResult | None) -> str:
-    """Say which number a factor is, where it is one that people know."""
-    if split is None or split.factor is None:
-        return ""
-    micro_batches = len(split.micro_batch_samples)
-    known = {"A": float(micro_batches), "1/A": 1.0 / micro_batches}
-    same = [
-        f" = {name}" for name, value in known.items() if math.isclose(split.factor, value, rel_tol=1e-6)
-    ]
-    return (
-        f" Over {micro_batches} micro-batches the gradient is {split.factor:.6g}{''.join(same[:1])} times "
-        f"the big batch's."
-    )
 
 
 def _worst(tried: Sequence[Tried]) -> ParameterError | None:

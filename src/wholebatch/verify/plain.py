@@ -21,6 +21,8 @@ from wholebatch.oracle import batch_in, loss_terms, private_copy, trainable
 from wholebatch.replay import BufferKeeper, RandomState
 from wholebatch.split import num_samples, split_batch
 from wholebatch.verify.trial import Problem, seeded
+from wholebatch.verify.whereabouts import told
+from wholebatch.verify.words import number_of
 
 # Sampled splits stop at so many micro-batches: more of the same show nothing new and take long.
 _MOST_MICRO_BATCHES = 16
@@ -46,7 +48,7 @@ def cutter(batch: Any, collate: Callable[[list[Any]], Any] | None) -> tuple[Cut,
     Exactness: no arithmetic; every sample lands in exactly one micro-batch.
     """
     if collate is None:
-        return lambda sizes: split_batch(batch, sizes), batch, num_samples(batch)
+        return lambda sizes: split_batch(batch, sizes), batch, _num_samples(batch)
     if not isinstance(batch, Sequence) or isinstance(batch, str | bytes) or not batch:
         raise SplitError(
             f"collate was given, so batch has to be a list of samples, at least one; got a "
@@ -61,8 +63,19 @@ def cutter(batch: Any, collate: Callable[[list[Any]], Any] | None) -> tuple[Cut,
     try:
         return cut, collate(samples), len(samples)
     except Exception as error:
-        message = f"collate failed on all {len(samples)} samples with {type(error).__name__}: {error}"
-        raise JudgeError(message) from error
+        raise JudgeError(f"collate failed on all {len(samples)} samples with {told(error)}") from error
+
+
+def _num_samples(batch: Any) -> int:
+    try:
+        return num_samples(batch)
+    except SplitError as error:
+        if not isinstance(batch, list):
+            raise
+        raise SplitError(
+            f"the batch is a list of samples; give collate, which makes the batch that loss_fn takes of "
+            f"these {len(batch)}. Without it a list of tensors is cut as a tuple is: {error}"
+        ) from error
 
 
 def sampled_splits(samples: int, seed: int, *, ranks: int) -> list[tuple[int, ...]]:
@@ -81,8 +94,8 @@ def sampled_splits(samples: int, seed: int, *, ranks: int) -> list[tuple[int, ..
     """
     if samples < max(2, ranks):
         raise JudgeError(
-            f"a batch of {samples} sample(s) can't be split over {ranks} rank(s) into two micro-batches or "
-            f"more; give verify at least {max(2, ranks)} samples"
+            f"a batch of {number_of(samples, 'sample')} can't be split over {number_of(ranks, 'rank')} "
+            f"into {max(2, ranks)} micro-batches or more; give verify at least {max(2, ranks)} samples"
         )
     draw = random.Random(seed)
     finest = min(samples, _MOST_MICRO_BATCHES)
@@ -115,18 +128,30 @@ def checked_splits(splits: Sequence[Sequence[int]], samples: int, *, ranks: int)
     """
     if not splits:
         raise SplitError("splits=[] tries nothing; give lists of micro-batch sizes, or None to sample some")
-    for sizes in splits:
+    listed = [sizes if isinstance(sizes, Sequence) else [sizes] for sizes in splits]
+    for sizes in listed:
         whole_numbers = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
         if not whole_numbers or min(sizes, default=0) < 1 or sum(sizes) != samples:
             raise SplitError(
                 f"micro-batches of {list(sizes)} samples do not make the batch of {samples}; give whole "
-                f"numbers, at least 1, that add up to {samples}"
+                f"numbers, at least 1, that add up to {samples}{_one_split_meant(listed, samples)}"
             )
         if len(sizes) < ranks:
             raise SplitError(
-                f"{list(sizes)} has {len(sizes)} micro-batch(es) for {ranks} ranks; give each rank one"
+                f"{list(sizes)} has {number_of(len(sizes), 'micro-batch', 'micro-batches')} for {ranks} "
+                f"ranks; give each rank one"
             )
-    return [tuple(sizes) for sizes in splits]
+    return [tuple(sizes) for sizes in listed]
+
+
+def _one_split_meant(splits: Sequence[Sequence[Any]], samples: int) -> str:
+    """A suggestion where the sizes of all splits together make the batch: ``8,8`` for ``8+8``."""
+    sizes = [size for split in splits for size in split]
+    if len(splits) < 2 or not all(isinstance(size, int) for size in sizes) or sum(sizes) != samples:
+        return ""
+    return f". One split into them all is written [{sizes}], on the command line --splits " + "+".join(
+        map(str, sizes)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from wholebatch.closeness import (
@@ -44,6 +43,8 @@ from wholebatch.oracle import (
 from wholebatch.record import UpdateRecord
 from wholebatch.replay import RandomState
 from wholebatch.split import num_samples
+from wholebatch.verify.whereabouts import told
+from wholebatch.verify.wrapping import wrapped_answering
 from wholebatch.window import UpdateWindow
 
 
@@ -60,6 +61,7 @@ class Problem:
         clip_grad_norm: or ``None``.
         coefficients: ``c_k`` by term, or ``None`` for 1.
         objective: counts items ahead, or ``None``.
+        collated: whether the user's collate made ``whole`` and makes each micro-batch.
         seed: where random state starts in each run.
         dtype: what the runs compute in: float64, or ``None`` for the model as it is.
         judged_in: the narrowest dtype that the forward goes through.
@@ -75,6 +77,7 @@ class Problem:
     clip_grad_norm: float | None = None
     coefficients: Mapping[str, float] | None = None
     objective: Any = None
+    collated: bool = False
     seed: int = 0
     dtype: torch.dtype | None = torch.float64
     judged_in: torch.dtype = torch.float64
@@ -145,7 +148,7 @@ def run_whole(problem: Problem, *, model: nn.Module | None = None, clipped: bool
     except WholebatchError:
         raise
     except Exception as error:
-        raise JudgeError(f"the whole batch's update failed with {type(error).__name__}: {error}") from error
+        raise JudgeError(f"the whole batch's update failed with {told(error)}") from error
 
 
 def terms_of(
@@ -202,15 +205,32 @@ def _in_own_dtype(problem: Problem, wide_error: Exception) -> tuple[Problem, lis
     except JudgeError:
         raise
     except Exception as error:
-        raise JudgeError(
-            f"loss_fn failed on the whole batch with {type(error).__name__}: {error}"
-        ) from error
+        raise JudgeError(_failed(problem, error)) from error
     if isinstance(wide_error, JudgeError):
         raise wide_error
     dtype = working_dtype(problem.model)
-    reason = f"{type(wide_error).__name__}: {wide_error}"
-    note = f"could not run in float64 ({reason}); judged in {dtype_name(dtype)}"
+    note = f"could not run in float64 ({told(wide_error)}); judged in {dtype_name(dtype)}"
     return replace(own, judged_in=dtype), [note]
+
+
+# What a loss_fn that expects a batch stumbles over when it gets a list of samples.
+_STUMBLES = (TypeError, ValueError, AttributeError, IndexError)
+
+
+def _failed(problem: Problem, error: Exception) -> str:
+    failed = f"loss_fn failed on the whole batch with {told(error)}"
+    if isinstance(problem.whole, list) and not problem.collated and isinstance(error, _STUMBLES):
+        return (
+            f"the batch is a list of samples; give collate, which makes the batch that loss_fn takes of "
+            f"these {len(problem.whole)} ({failed})"
+        )
+    if isinstance(error, AttributeError) and error.name == "module":
+        return (
+            f"{failed}. The model is not wrapped here: read its attributes from the model itself, which "
+            f"works on any number of ranks in verify, or from getattr(model, 'module', model), which works "
+            f"in your own DDP loop too"
+        )
+    return failed
 
 
 def working_dtype(model: nn.Module) -> torch.dtype:
@@ -281,7 +301,7 @@ def run_window(
         mine = [batch_in(part, problem.dtype) for part in parts[rank::ranks]]
         wrapped: nn.Module = copied
         if ranks > 1:
-            wrapped = DistributedDataParallel(copied, find_unused_parameters=find_unused_parameters)
+            wrapped = wrapped_answering(copied, find_unused_parameters=find_unused_parameters)
         window = UpdateWindow(
             wrapped,
             optimizer,

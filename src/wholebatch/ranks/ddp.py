@@ -24,7 +24,6 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -36,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
 from wholebatch.gradients import gradient_marks
 from wholebatch.ranks.base import Ranks
+from wholebatch.ranks.collectives import HostTotal, copy_from_first, host_group, sum_over_ranks
 
 Reduce = Literal["overlapped", "after_agreement"]
 
@@ -45,17 +45,6 @@ _AVERAGING_HOOKS = (
     default_hooks.fp16_compress_hook,
     default_hooks.bf16_compress_hook,
 )
-_BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
-
-
-@dataclass(frozen=True, slots=True)
-class _Total:
-    vector: Tensor
-    work: Any
-
-    def wait(self) -> list[float]:
-        self.work.wait()
-        return [float(value) for value in self.vector.tolist()]
 
 
 class DDPRanks(Ranks):
@@ -88,16 +77,16 @@ class DDPRanks(Ranks):
         self._refuse_modes()
         # Weakly, as torch owns its groups: a group that outlives destroy_process_group() can abort the
         # process at its exit. The hook below is weak for the same reason: it would keep the model.
-        self._host_group = weakref.ref(_host_group(model.process_group))
+        self._host_group = weakref.ref(host_group(model.process_group))
         model.reducer._rebuild_buckets()  # pending where the model was trained before
         model.register_forward_pre_hook(_weakly(self._note_forward))
 
-    def total(self, vector: Sequence[float]) -> _Total:
+    def total(self, vector: Sequence[float]) -> HostTotal:
         group = self._host_group()
         if group is None:
             raise RuntimeError("the process group was destroyed")
         sums = torch.tensor(vector, dtype=torch.float64)
-        return _Total(sums, dist.all_reduce(sums, group=group, async_op=True))
+        return HostTotal(sums, dist.all_reduce(sums, group=group, async_op=True))
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         reduced = {id(parameter) for _, parameter in self._reduced}
@@ -175,17 +164,14 @@ class DDPRanks(Ranks):
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         gradients = self._present_on_any_rank(parameters)
-        _sum_over_ranks(gradients, self._model.process_group)
+        sum_over_ranks(gradients, self._model.process_group)
         self.reductions += 1
 
     def share_buffers(self) -> None:
         if self._model.broadcast_buffers:
             # some may have been replaced
             self._model._assign_modules_buffers()  # type: ignore[no-untyped-call]
-            for flat, parts in _flattened(list(self._model.modules_buffers)):
-                group = self._model.process_group
-                dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
-                _copy_back(flat, parts)
+            copy_from_first(list(self._model.modules_buffers), self._model.process_group)
 
     def end(self, *, committed: bool) -> None:
         model = self._model
@@ -353,64 +339,3 @@ def _same_parameters(model: DistributedDataParallel, known: Sequence[tuple[str, 
         return _trainable(model) == known
     now = (parameter for parameter in model.module.parameters() if parameter.requires_grad)
     return [id(parameter) for parameter in now] == [id(parameter) for _, parameter in known]
-
-
-def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for small vectors on the host, apart from all other traffic.
-
-    Apart, because a rank that fails answers its exchange here while others may be inside a
-    collective of the model's own group.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    host_group: dist.ProcessGroup = dist.new_group(
-        ranks, backend="gloo", timeout=_timeout(group), use_local_synchronization=True
-    )
-    return host_group
-
-
-def _timeout(group: dist.ProcessGroup) -> Any:
-    """The timeout of ``group``, so that a lost rank is noticed here as soon as there."""
-    for device in ("cpu", str(torch.accelerator.current_accelerator() or "cpu")):
-        try:
-            return group._get_backend(torch.device(device)).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-    return None
-
-
-Part = list[Tensor]
-
-
-def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Part]]:
-    """Flat copies of ``tensors`` in buckets of one device and dtype, with the parts of each."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for group in kinds.values():
-        part: Part = []
-        held_bytes = 0
-        for tensor in group:
-            if part and held_bytes + tensor.nbytes > _BUCKET_BYTES:
-                yield torch.cat([t.detach().flatten() for t in part]), part
-                part, held_bytes = [], 0
-            part.append(tensor)
-            held_bytes += tensor.nbytes
-        yield torch.cat([t.detach().flatten() for t in part]), part
-
-
-@torch.no_grad()
-def _copy_back(flat: Tensor, parts: Part) -> None:
-    pieces = torch.split(flat, [tensor.numel() for tensor in parts])
-    for tensor, piece in zip(parts, pieces, strict=True):
-        tensor.copy_(piece.view_as(tensor))
-
-
-def _sum_over_ranks(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Add gradients up over the ranks, all buckets under way at once."""
-    under_way = [
-        (flat, parts, dist.all_reduce(flat, group=group, async_op=True))
-        for flat, parts in _flattened(gradients)
-    ]
-    for flat, parts, work in under_way:
-        work.wait()
-        _copy_back(flat, parts)

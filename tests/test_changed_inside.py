@@ -419,6 +419,7 @@ def test_batches_without_a_dimension_of_samples_bring_their_own_count() -> None:
         ({"optimizer": []}, WindowUsageError, "needs at least one optimizer"),
         ({"clip_grad_norm": "1"}, WindowUsageError, "clip_grad_norm='1' is not a positive number"),
         ({"clip_grad_norm": True}, WindowUsageError, "clip_grad_norm=True is not a positive number"),
+        ({"reduction_divisor": 7}, UnsupportedError, "reduction_divisor=7 tells what a communication hook"),
         ({"process_group": 3}, UnsupportedError, "process_group=3 is no torch.distributed process group"),
     ],
 )

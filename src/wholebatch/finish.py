@@ -88,7 +88,8 @@ def per_sample(scheduler: LambdaLR) -> DeclaredSchedule:
 
 
 def per_item(scheduler: LambdaLR) -> DeclaredSchedule:
-    """Set ``scheduler`` to the items consumed so far, over all replicas."""
+    """Set ``scheduler`` to the items consumed so far, over all replicas (those of the first term, where
+    the objective has several)."""
     return DeclaredSchedule(scheduler=scheduler, unit="item")
 
 

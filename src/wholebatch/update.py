@@ -111,6 +111,7 @@ class Update:
         self._agreed = False  # every rank knows how this update ended
         self._irrevocable = False
         self._unscaled = False
+        self._learning_rates: list[float] = []
         self._record: UpdateRecord | None = None
 
     @property

@@ -52,6 +52,11 @@ def find_ranks(
             f"{ranks} ranks are running and the model is a plain {type(model).__name__}, whose gradients "
             f"nobody reduces; wrap it in torch.nn.parallel.DistributedDataParallel"
         )
+    if reduction_divisor is not None:
+        raise UnsupportedError(
+            f"reduction_divisor={reduction_divisor!r} tells what a communication hook of "
+            f"DistributedDataParallel divides by, and one rank reduces nothing; leave it out"
+        )
     return SingleRank()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from verify_problems import Recurrent, averaged, collate, contrastive, data, mlp
 from wholebatch.errors import JudgeError, SplitError
 from wholebatch.losses import next_token_loss
 from wholebatch.report.verdict_text import render, shortened
-from wholebatch.verify import Verification, verify_window
+from wholebatch.verify import Verification, trial, verify_window
 from wholebatch.verify.whereabouts import place_of, told
 from wholebatch.verify.words import factor_text, number_of
 
@@ -48,6 +49,25 @@ def test_a_place_is_the_last_frame_of_the_users_own(
     assert place_of(ValueError("never raised")) == ""
     assert told(ValueError("never raised")) == "ValueError: never raised"
     assert told(error).endswith(f", at {HERE}:{line}, in in_torch")
+
+
+@pytest.mark.parametrize(
+    ("file", "is_users"),
+    [
+        (str(HERE), True),
+        ("my_problem.py", True),
+        (trial.__file__, False),
+        (json.__file__, False),
+        (torch.__file__, False),
+        ("/opt/python/lib/dist-packages/somebody/layers.py", False),
+        ("<string>", False),
+    ],
+)
+def test_whose_file_is_it(file: str, is_users: bool) -> None:
+    namespace: dict[str, Any] = {}
+    exec(compile("def fails():\n    raise ValueError\n", file, "exec"), namespace)
+    place = place_of(caught(namespace["fails"]))
+    assert place.endswith(":2, in fails") == is_users
 
 
 def test_a_message_of_several_lines_has_its_place_on_a_line_of_its_own() -> None:

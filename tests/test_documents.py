@@ -12,8 +12,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
 import os
 import re
@@ -27,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from house import ROOT, SOURCE, TREE, documents, module_of
+from house import ROOT, documents
 
 EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = ("make", "torchrun", "pip", "git")
@@ -176,16 +174,6 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.name)
 def test_every_block_does_what_it_says(path, folder):
     run_document(path, folder)
-
-
-MODULES_WITH_EXAMPLES = [module_of(path, SOURCE) for path in TREE if ">>> " in path.read_text()]
-
-
-@pytest.mark.parametrize("module", MODULES_WITH_EXAMPLES)
-def test_examples_in_docstrings_come_out(module):
-    result = doctest.testmod(importlib.import_module(f"wholebatch.{module}"))
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def broken_links(path: Path) -> list[str]:

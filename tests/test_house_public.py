@@ -63,30 +63,50 @@ def test_every_error_has_an_exit_code_and_a_line():
 
 
 def raised_names(trees: Iterable[ast.AST]) -> set[str]:
-    """Return the classes that appear in ``raise X(...)``; also those handed on to be raised later."""
+    """Return the classes that are raised, or called to make an error that is handed on and raised later."""
     found = set()
     for tree in trees:
         for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                found.add(node.id)
-            elif isinstance(node, ast.Attribute):
-                found.add(node.attr)
+            made = node.exc if isinstance(node, ast.Raise) else node
+            if isinstance(made, ast.Call):
+                made = made.func
+            elif made is node:
+                continue
+            if made is not None:
+                found.add(ast.unparse(made).split(".")[-1])
     return found
 
 
 def errors_tested_by_message(trees: Iterable[ast.AST]) -> set[str]:
-    """Return classes in ``pytest.raises(X, match=...)``, and those named as the outcome of a rank."""
+    """Return classes in ``pytest.raises(X, match=...)``, and those asserted of a rank with its words.
+
+    What a rank raised comes back as (name, message): a test that asserts the name must also assert
+    words of the message, a text with a space in it, in the same function.
+    """
     found: set[str] = set()
     for tree in trees:
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and node.value in ERROR_CLASSES:
-                found.add(node.value)
             is_raises = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "raises"
             if is_raises and any(word.arg == "match" for word in node.keywords):
                 found |= {
                     name.split(".")[-1] for name in re.findall(r"[\w.]+Error", ast.unparse(node.args[0]))
                 }
+            elif isinstance(node, ast.FunctionDef):
+                texts = compared_texts(node)
+                if any(" " in text for text in texts):
+                    found |= texts & set(ERROR_CLASSES)
     return found
+
+
+def compared_texts(function: ast.FunctionDef) -> set[str]:
+    """Return the texts that the asserts of a function compare; what they say on failure is none."""
+    return {
+        constant.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assert)
+        for constant in ast.walk(node.test)
+        if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
+    }
 
 
 def test_every_error_is_raised_somewhere():
@@ -106,10 +126,38 @@ def test_every_error_is_tested_by_its_message():
     none_of(sorted(set(ERROR_CLASSES) - groups - errors_tested_by_message(tests)))
 
 
+def test_an_error_that_is_only_caught_is_not_raised():
+    text = """
+try:
+    raise SplitError("4 samples")
+except PlanError:
+    raise
+except WindowUsageError as error:
+    isinstance(error, RecordError)
+    raise JudgeError from error
+kept = errors.UpdateError("later")
+raise errors.ObjectiveError("no items")
+"""
+    assert raised_names([ast.parse(text)]) & set(ERROR_CLASSES) == {
+        "SplitError",
+        "JudgeError",
+        "UpdateError",
+        "ObjectiveError",
+    }
+
+
 def test_an_untested_error_is_seen():
-    text = "with pytest.raises(PlanError): ...\n"
-    text += "with pytest.raises((errors.SplitError, OSError), match='x'): ..."
-    assert errors_tested_by_message([ast.parse(text)]) == {"SplitError", "OSError"}
+    text = """
+EXPECTED = {"a": "RecordError", "b": "of the record"}
+with pytest.raises(PlanError): ...
+with pytest.raises((errors.SplitError, OSError), match='x'): ...
+def test_a_name_alone():
+    assert kind == "JudgeError", "what it says on failure is no message"
+def test_a_name_and_its_words():
+    assert kind == "UpdateError"
+    assert "rank 1 failed" in message
+"""
+    assert errors_tested_by_message([ast.parse(text)]) == {"SplitError", "OSError", "UpdateError"}
 
 
 # Public names and their documentation

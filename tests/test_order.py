@@ -43,7 +43,7 @@ def orders(draw: st.DrawFn) -> SampleOrder:
 def positions(order: SampleOrder, epochs: int = 2) -> list[int]:
     """Where the updates of some epochs begin, by walking from one to the next."""
     found = [0]
-    while order.epoch_at(found[-1]) < epochs:
+    while found[-1] < epochs * order.samples_per_epoch:
         found.append(order.next_position(found[-1]))
     return found[:-1]
 
@@ -71,7 +71,9 @@ def test_every_split_sees_the_same_global_batch(order: SampleOrder) -> None:
 @given(order=orders())
 @quick
 def test_an_epoch_has_every_sample_once_or_drops_what_it_says(order: SampleOrder) -> None:
-    updates = [(order.epoch_at(position), order.global_batch(position)) for position in positions(order)]
+    updates = [
+        (position // order.samples_per_epoch, order.global_batch(position)) for position in positions(order)
+    ]
     for epoch in (0, 1):
         batches = [ids for each, ids in updates if each == epoch]
         seen = Counter(sample for ids in batches for sample in ids)
@@ -110,7 +112,6 @@ def test_a_run_goes_on_from_any_position_under_another_split(
 def test_positions_inside_an_update_name_the_nearest_boundaries(order: SampleOrder, position: int) -> None:
     begins = positions(order, epochs=position // order.samples_per_epoch + 2)
     if position in begins:
-        assert order.epoch_at(position) == position // order.samples_per_epoch
         return
     below = max(begin for begin in begins if begin < position)
     above = min(begin for begin in begins if begin > position)
@@ -118,9 +119,8 @@ def test_positions_inside_an_update_name_the_nearest_boundaries(order: SampleOrd
         PlanError, match=rf"position={position} lies inside .* begin at {below} or {above}, the"
     ):
         order.global_batch(position)
-    for call in (order.next_position, order.epoch_at):
-        with pytest.raises(PlanError, match=f"{below} or {above}"):
-            call(position)
+    with pytest.raises(PlanError, match=f"{below} or {above}"):
+        order.next_position(position)
 
 
 def test_a_tail_of_fewer_samples_than_replicas_leaves_some_without_any() -> None:
@@ -182,7 +182,7 @@ BAD_POSITIONS = [
 @pytest.mark.parametrize(("value", "message"), BAD_POSITIONS)
 def test_what_is_no_position_is_refused(value: Any, message: str) -> None:
     order = SampleOrder(num_samples=10, global_batch_samples=4)
-    for call in (order.global_batch, order.next_position, order.epoch_at):
+    for call in (order.global_batch, order.next_position):
         with pytest.raises(PlanError, match="position" + message):
             call(value)
     with pytest.raises(PlanError, match="epoch" + message):

@@ -26,7 +26,8 @@ from wholebatch.epochs import (
     updates_reaching,
 )
 from wholebatch.errors import PlanError
-from wholebatch.plan import BatchPlan, Layout, plan_batch
+from wholebatch.layout import Layout
+from wholebatch.plan import BatchPlan, plan_batch
 from wholebatch.report.ledger import plan_document, plan_findings, plan_text
 
 ROOT = Path(__file__).parents[1]

@@ -12,14 +12,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from wholebatch.errors import PlanError
 from wholebatch.layout import one_of, set_whole_numbers, whole_number
-from wholebatch.plan import BatchPlan
+from wholebatch.plan import BatchPlan, Tail
 
 Unit = Literal["updates", "samples"]
 IntervalName = Literal["warmup", "log", "evaluation", "save"]
+
+
+class EpochCut(NamedTuple):
+    """An epoch cut into global batches. Made by `cut_epoch`.
+
+    Args:
+        updates: updates of the epoch, the partial one at its end included.
+        tail_samples: samples left after the whole global batches; 0 where they divide.
+        dropped_samples: samples that no update sees: the tail where it is dropped, else 0.
+    """
+
+    updates: int
+    tail_samples: int
+    dropped_samples: int
+
+
+def cut_epoch(dataset_samples: int, global_batch_samples: int, tail: Tail) -> EpochCut:
+    """Return the updates of one epoch and what is left over, as at the head of this file.
+
+    Args:
+        dataset_samples: samples of the data set, each of which comes once in an epoch.
+        global_batch_samples: samples of one update over all replicas.
+        tail: "partial" or "drop".
+
+    Returns:
+        The cut; no update where the tail is dropped and is all there is.
+    """
+    whole, left = divmod(dataset_samples, global_batch_samples)
+    if tail == "drop":
+        return EpochCut(updates=whole, tail_samples=left, dropped_samples=left)
+    return EpochCut(updates=whole + (left > 0), tail_samples=left, dropped_samples=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,14 +82,18 @@ class EpochLedger:
             )
 
     @property
+    def _cut(self) -> EpochCut:
+        return cut_epoch(self.dataset_samples, self.plan.global_batch_samples, self.plan.tail)
+
+    @property
     def tail_samples(self) -> int:
         """Samples left in an epoch after its whole global batches; 0 where they divide."""
-        return self.dataset_samples % self.plan.global_batch_samples
+        return self._cut.tail_samples
 
     @property
     def samples_dropped_per_epoch(self) -> int:
         """Samples of an epoch that no update sees: the tail where it is dropped, else 0."""
-        return self.tail_samples if self.plan.tail == "drop" else 0
+        return self._cut.dropped_samples
 
     @property
     def samples_per_epoch(self) -> int:
@@ -68,7 +103,7 @@ class EpochLedger:
     @property
     def updates_per_epoch(self) -> int:
         """Updates of one epoch, the partial one at its end included."""
-        return -(-self.samples_per_epoch // self.plan.global_batch_samples)
+        return self._cut.updates
 
     @property
     def total_updates(self) -> int:

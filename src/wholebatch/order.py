@@ -17,6 +17,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from wholebatch.epochs import EpochCut, cut_epoch
 from wholebatch.errors import PlanError
 from wholebatch.layout import one_of, or_list, set_whole_numbers, show_remainder, whole_number
 from wholebatch.plan import Tail
@@ -63,9 +64,13 @@ class SampleOrder:
             )
 
     @property
+    def _cut(self) -> EpochCut:
+        return cut_epoch(self.num_samples, self.global_batch_samples, self.tail)
+
+    @property
     def samples_dropped_per_epoch(self) -> int:
         """Samples of an epoch that no update sees: the remainder where the tail is dropped, else 0."""
-        return self.num_samples % self.global_batch_samples if self.tail == "drop" else 0
+        return self._cut.dropped_samples
 
     @property
     def samples_per_epoch(self) -> int:
@@ -75,11 +80,7 @@ class SampleOrder:
     @property
     def updates_per_epoch(self) -> int:
         """Updates of one epoch, the partial one at its end included."""
-        return -(-self.samples_per_epoch // self.global_batch_samples)
-
-    def epoch_at(self, position: int) -> int:
-        """Return the epoch, from 0, of the update that begins at ``position``."""
-        return self._locate(position)[0]
+        return self._cut.updates
 
     def next_position(self, position: int) -> int:
         """Return where the next update begins: ``position`` + the samples of this one."""

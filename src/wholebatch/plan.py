@@ -27,8 +27,6 @@ from wholebatch.layout import (
     whole_number,
 )
 
-__all__ = ["BatchPlan", "Layout", "PipelineSchedule", "Tail", "plan_batch"]
-
 Tail = Literal["partial", "drop"]
 
 

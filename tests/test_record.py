@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from runs import a_record
 from wholebatch.errors import RecordError
 from wholebatch.record import (
     SCHEMA_VERSION,
@@ -22,25 +23,11 @@ from wholebatch.record import (
     RunHeader,
     RunLog,
     UpdateRecord,
+    finite,
     package_versions,
+    padding_share,
     read_run,
 )
-
-
-def a_record(**changes: Any) -> UpdateRecord:
-    values: dict[str, Any] = {
-        "outcome": "applied",
-        "updates_attempted": 3,
-        "updates_applied": 2,
-        "micro_batches": 4,
-        "samples": 16,
-        "items": 900,
-        "positions": 1200,
-        "loss_per_item": 2.5,
-        "gradient_norm": 1.5,
-        "seconds": 0.25,
-    }
-    return UpdateRecord(**(values | changes))
 
 
 def a_header(**changes: Any) -> RunHeader:
@@ -111,6 +98,11 @@ def test_no_nan_or_infinity_anywhere_in_the_json(bad: float) -> None:
     json.dumps(data, allow_nan=False)
     assert data["gradient_norm"] is data["loss_scale"] is data["terms"]["ce"]["loss_per_item"] is None
     assert data["learning_rates"] == [None, 0.1]
+
+
+def test_what_json_can_not_say_becomes_none_at_any_depth() -> None:
+    deep = {"a": [1.5, math.nan, (math.inf, "x")], "b": {"c": -math.inf, "d": True}, "e": 3}
+    assert finite(deep) == {"a": [1.5, None, [None, "x"]], "b": {"c": None, "d": True}, "e": 3}
 
 
 def test_a_line_reaches_the_file_when_it_is_written(tmp_path: Path) -> None:
@@ -225,7 +217,7 @@ def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "reason", "message"),
     [
-        (KeyboardInterrupt(), "interrupted", "keyboard"),
+        (KeyboardInterrupt(), "interrupted", "stopped from the keyboard"),
         (ValueError("m is 3"), "failed", "ValueError: m is 3"),
     ],
 )
@@ -289,7 +281,13 @@ def test_counters_are_saved_and_loaded() -> None:
 
 def test_padding_share() -> None:
     assert a_record(items=900, positions=1200).padding_share == 0.25
-    assert a_record(positions=0).padding_share is None
+    assert a_record(positions=0).padding_share is None, "nobody told the positions"
+    assert a_record(items=1201, positions=1200).padding_share is None, (
+        "a sum of weights, not a share below 0"
+    )
+    assert padding_share(1200, 1200) == 0.0
+    assert padding_share(0, 1200) == 1.0
+    assert padding_share(0, 0) is None
 
 
 def test_names_say_what_is_counted() -> None:

@@ -7,33 +7,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
+from runs import a_record
 from wholebatch.errors import RecordError
-from wholebatch.record import Evaluation, RunHeader, RunLog, UpdateRecord, read_run
+from wholebatch.record import Evaluation, RunHeader, RunLog, read_run
 from wholebatch.report.show import BARS, ledger_line, loss_curve, render_run, run_summary, show, sparkline
-
-
-def a_record(update: int, **changes: Any) -> UpdateRecord:
-    values: dict[str, Any] = {
-        "outcome": "applied",
-        "updates_attempted": update,
-        "updates_applied": update,
-        "micro_batches": 4,
-        "samples": 16,
-        "items": 900,
-        "positions": 1200,
-        "loss_per_item": 6.0 - update / 2,
-        "gradient_norm": 1.25,
-        "learning_rates": [0.003, 0.003],
-        "reductions": 1,
-        "peak_memory_bytes": [1000 * 2**20, 512 * 2**20],
-        "seconds": 0.5,
-    }
-    return UpdateRecord(**(values | changes))
 
 
 @pytest.fixture
@@ -52,10 +33,11 @@ def folder(tmp_path: Path) -> Path:
     )
     with RunLog(tmp_path / "run", header) as log:
         for update in range(1, 7):
-            log.write(a_record(update))
+            log.write(a_record(update, loss_per_item=6.0 - update / 2))
         skip = {"outcome": "skipped_nonfinite", "reason": "a gradient is not finite", "updates_applied": 6}
         log.write(a_record(7, loss_per_item=None, gradient_norm=None, **skip))
-        log.write(a_record(8, samples=5, items=100, positions=150, partial=True, updates_applied=7))
+        tail = {"samples": 5, "items": 100, "positions": 150, "partial": True}
+        log.write(a_record(8, loss_per_item=2.0, updates_applied=7, **tail))
         log.write_evaluation(
             Evaluation(
                 split="held_out",
@@ -105,6 +87,22 @@ def test_the_last_updates_are_listed(folder: Path) -> None:
     assert line_with(text, "7 ") == "7 skipped_nonfinite 16 900 - - 0.003 0.500"
     assert "update 7 was skipped: a gradient is not finite" in text
     assert "update 3 was" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"positions": 0}, "items 7,300 in - positions; padding -"),  # of this update alone
+        ({"items": 8000}, "items 14,400 in 9,750 positions; padding -"),  # weights add up to more
+    ],
+)
+def test_no_padding_is_told_that_is_not_known(folder: Path, changes: dict[str, int], line: str) -> None:
+    with (folder / "records.jsonl").open("a") as file:
+        file.write(json.dumps(a_record(9, **changes).to_dict()) + "\n")
+    assert line_with(rendered(folder), "items ") == line
+    summary = run_summary(read_run(folder))
+    assert summary["padding_share"] is None
+    assert summary["positions"] == (9750 if "items" in changes else 0)
 
 
 def test_nothing_goes_by_another_word(folder: Path) -> None:

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from wholebatch.record import Evaluation, UpdateRecord
+from runs import a_record
+from wholebatch.record import Evaluation
 from wholebatch.train import display as display_module
 from wholebatch.train.display import LiveDisplay, PlainDisplay, Progress, choose_display, evaluation_words
-
-
-def a_record(update: int, **changes: Any) -> UpdateRecord:
-    values: dict[str, Any] = {
-        "outcome": "applied",
-        "updates_attempted": update,
-        "updates_applied": update,
-        "micro_batches": 4,
-        "samples": 16,
-        "items": 600,
-        "positions": 800,
-        "loss_per_item": 2.5,
-        "gradient_norm": 1.25,
-        "seconds": 0.5,
-    }
-    return UpdateRecord(**(values | changes))
-
 
 AN_EVALUATION = Evaluation(
     split="held_out",
@@ -81,7 +64,7 @@ def test_an_evaluation_is_left_out_of_the_pace(clock: Clock) -> None:
     progress.pause()
     clock.now += 1.0
     progress.add(a_record(2))
-    assert (progress.facts()["items/s"], progress.facts()["left"]) == ("600", "0:01")
+    assert (progress.facts()["items/s"], progress.facts()["left"]) == ("900", "0:01")
 
 
 def test_nothing_to_say_yet_or_no_figures() -> None:
@@ -163,4 +146,4 @@ def test_both_displays_leave_evaluations_out_of_the_pace(
         display.evaluated(AN_EVALUATION)
         clock.now += 1.0
         display.updated(a_record(update))
-    assert display._progress.facts()["items/s"] == "600"
+    assert display._progress.facts()["items/s"] == "900"

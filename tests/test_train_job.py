@@ -18,32 +18,31 @@ from rich.console import Console
 from torch import Tensor
 
 from ranks import run_ranks
+from runs import tiny_tables, write_tiny
 from wholebatch.errors import JudgeError, PlanError, RecordError, UsageError
 from wholebatch.objective import counted_loss
 from wholebatch.record import Evaluation, UpdateRecord, read_run
 from wholebatch.train.command import train as train_command
 from wholebatch.train.config import TrainConfig, config_from_dict
-from wholebatch.train.data import num_items
+from wholebatch.train.data import collate, num_items
 from wholebatch.train.display import PlainDisplay
 from wholebatch.train.evaluate import evaluate
 from wholebatch.train.job import MOST_SKIPS_IN_A_ROW, JobResult, describe, run_job
 from wholebatch.train.model import decayed_apart
-from wholebatch.train.parts import Job, build_job, learning_rate_share, make_optimizer
+from wholebatch.train.parts import (
+    Job,
+    build_job,
+    learning_rate_share,
+    make_optimizer,
+    make_window,
+    micro_batches,
+)
 from wholebatch.train.proof import prove_first_batch
 from wholebatch.train.world import World, join_world
 
-TINY: dict[str, dict[str, Any]] = {
-    "run": {"num_updates": 4, "evaluate_every_updates": 2, "print_every_updates": 2},
-    "batch": {"global_batch_samples": 8, "micro_batch_samples": 2},
-    "data": {"max_tokens_per_sample": 32},
-    "model": {"layers": 1, "width": 16, "heads": 2, "dtype": "float64"},
-    "optimizer": {"warmup_updates": 2, "learning_rate": 0.01},
-    "proof": {"check_first_batch": False},
-}
-
 
 def tiny(folder: Path | str, **sections: dict[str, Any]) -> TrainConfig:
-    tables = {name: {**table, **sections.get(name, {})} for name, table in TINY.items()}
+    tables = tiny_tables(**sections)
     tables["run"]["folder"] = str(folder)
     return config_from_dict(tables)
 
@@ -89,11 +88,11 @@ def plain_loop(config: TrainConfig) -> dict[str, Tensor]:
     optimizer = make_optimizer(decayed_apart(model, config.optimizer.weight_decay), config.optimizer)
     position = 0
     for update in range(config.run.num_updates):
-        batch = job.batch(job.data.train, job.order.global_batch(position))
+        batch = collate(job.data.train, job.order.global_batch(position))
         logits = model(batch["input_ids"])[:, :-1].flatten(0, 1)
         loss = F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=-100)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_gradient_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = config.optimizer.learning_rate * learning_rate_share(update, config)
         optimizer.step()
@@ -184,6 +183,16 @@ def test_what_it_records(tmp_path: Path) -> None:
     assert "samples = m x A x D = 2 x 4 x 1" in words
     assert "update    4/4" in words
     assert "held out after 4 updates" in words
+
+
+def test_micro_batches_wait_on_the_host_and_move_one_by_one(tmp_path: Path) -> None:
+    """A device without memory stands for an accelerator: what is not moved to it can't meet its model."""
+    job = build_job(tiny(tmp_path), World(device=torch.device("meta")))
+    assert {p.device.type for p in job.model.parameters()} == {"meta"}
+    waiting = micro_batches(job, 0)
+    loss_sum, _ = job.loss(job.model, waiting[0])
+    assert loss_sum.device.type == "meta"
+    assert {tensor.device.type for batch in waiting for tensor in batch.values()} == {"cpu"}
 
 
 def test_an_epoch_s_tail_is_an_update_of_its_own_size(tmp_path: Path) -> None:
@@ -323,7 +332,7 @@ def test_a_used_folder_is_refused_before_anything_is_computed(tmp_path: Path) ->
 
 
 def test_a_global_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="8"):
+    with pytest.raises(PlanError, match="global_batch_samples 8 does not divide by micro_batch_samples 3"):
         build_job(tiny(tmp_path, batch={"micro_batch_samples": 3}), World())
 
 
@@ -350,6 +359,16 @@ def test_evaluation_leaves_the_mode_of_the_model(tmp_path: Path) -> None:
     assert not job.model.training
 
 
+def test_clipping_at_0_is_off(tmp_path: Path) -> None:
+    for setting in (0, 1e-3):
+        job = build_job(tiny(tmp_path, optimizer={"clip_grad_norm": setting}), World())
+        record = make_window(job).run(micro_batches(job, 0), job.loss)
+        assert record.gradient_norm is not None
+        assert record.gradient_norm > 0.01, "nothing to clip, so nothing is shown"
+        expected = setting or record.gradient_norm
+        assert record.gradient_norm_after_clip == pytest.approx(expected, rel=1e-3)
+
+
 def test_the_schedule_rises_to_one_and_falls_to_its_final_share(tmp_path: Path) -> None:
     config = tiny(tmp_path, run={"num_updates": 11}, optimizer={"warmup_updates": 3})
     shares = [learning_rate_share(update, config) for update in range(11)]
@@ -359,15 +378,6 @@ def test_the_schedule_rises_to_one_and_falls_to_its_final_share(tmp_path: Path) 
     assert learning_rate_share(99, config) == pytest.approx(0.1)
     all_warmup = tiny(tmp_path, run={"num_updates": 3}, optimizer={"warmup_updates": 3})
     assert learning_rate_share(3, all_warmup) == 1.0
-
-
-def write_tiny(tmp_path: Path) -> Path:
-    lines = []
-    for section, table in TINY.items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
-    (tmp_path / "tiny.toml").write_text("\n".join(lines))
-    return tmp_path / "tiny.toml"
 
 
 def test_the_command_writes_json_and_text_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -395,9 +405,7 @@ def test_without_a_folder_the_run_goes_to_one_named_by_the_time(
 def test_a_proof_that_is_negative_still_answers_in_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write_tiny(tmp_path)
-    text = file.read_text().replace("check_first_batch = false", "check_first_batch = true")
-    file.write_text(text.replace("[model]", "[model]\ndropout = 0.3"))
+    file = write_tiny(tmp_path, model={"dropout": 0.3}, proof={"check_first_batch": True})
     assert train_command(file, run_dir=tmp_path / "run", json_target="-") == 1
     data = json.loads(capsys.readouterr().out)
     assert (data["folder"], data["exit_code"]) == (None, 1)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ranks import run_ranks
 from wholebatch.errors import RecordError
+from wholebatch.train import world as world_module
 from wholebatch.train.command import yield_idle_cores
 from wholebatch.train.job import run_job
 from wholebatch.train.parts import build_job
@@ -42,6 +43,17 @@ def agreeing(rank: int, _n: int) -> tuple[list[float], bool, bool]:
 
 def test_two_ranks_agree() -> None:
     assert run_ranks(agreeing, 2) == [([1.0, 2.0**41], True, False)] * 2
+
+
+def device_in_a_group(_rank: int, _n: int) -> str:
+    world_module._device = lambda local_rank: torch.device("meta", local_rank)
+    os.environ["LOCAL_RANK"] = "3"
+    with join_world() as world:
+        return str(world.device)
+
+
+def test_ranks_of_a_group_that_exists_have_their_own_device() -> None:
+    assert run_ranks(device_in_a_group, 1) == ["meta:3"]
 
 
 def refused(_rank: int, _n: int, folder: str) -> str:

@@ -30,10 +30,12 @@ from typing import Any, Literal, Self, TextIO, TypeVar
 
 from wholebatch.errors import RecordError
 
+# Of the files of a run folder; what ``--json`` writes has versions of its own.
 SCHEMA_VERSION = 1
 Outcome = Literal["applied", "skipped_nonfinite", "skipped_empty"]
 OUTCOMES: tuple[Outcome, ...] = ("applied", "skipped_nonfinite", "skipped_empty")
 EndReason = Literal["done", "interrupted", "failed"]
+STOPPED_BY_USER = "stopped from the keyboard"
 
 HEADER_FILE = "header.json"
 RECORDS_FILE = "records.jsonl"
@@ -55,8 +57,10 @@ class UpdateRecord:
         updates_applied: applied updates of the run so far, this one included if it was applied.
         micro_batches: micro-batches of this update, over all replicas.
         samples: samples of this update, over all replicas.
-        items: supervised items; the sum of their weights where items have weights.
-        positions: positions that went through the forward, padding included.
+        items: supervised items of the objective's first term (``terms`` has those of each); the sum of
+            their weights where items have weights.
+        positions: positions that went through the forward, padding included; 0 where nobody told
+            them, as with an objective that does not know its positions.
         loss_per_item: None when it is not finite or there are no items.
         sample_digest: 16 hex digits that depend on the set of sample ids alone; None when unknown.
         terms: by term, ``{"items": N_k, "loss_per_item": L_k / N_k, "coefficient": c_k}``.
@@ -66,7 +70,8 @@ class UpdateRecord:
         learning_rates: one for every parameter group, in order, as this update used them.
         reductions: gradient reductions that this rank issued in this update; 0 on one process.
         partial: True when the global batch has fewer samples than the plan says.
-        seconds: wall time from the first micro-batch to the end of the finish.
+        seconds: wall time from entering the update, before its items are counted, to the end of the
+            finish.
         peak_memory_bytes: one for every rank, in rank order; None when not measured.
     """
 
@@ -96,8 +101,8 @@ class UpdateRecord:
 
     @property
     def padding_share(self) -> float | None:
-        """``1 - items / positions``: positions that supervised nothing; None without positions."""
-        return 1.0 - self.items / self.positions if self.positions else None
+        """See the function ``padding_share``."""
+        return padding_share(self.items, self.positions)
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-ready data with its schema version; NaN and infinity are None."""
@@ -203,7 +208,8 @@ class Counters:
 
     ``updates_attempted = updates_applied + updates_skipped_nonfinite + updates_skipped_empty``.
     Micro-batches, samples and items are those of every attempted update: the data of a skipped
-    update is consumed. An update that was rolled back counts nowhere.
+    update is consumed. An update that was rolled back counts nowhere. Items are those of the
+    objective's first term, as in the records.
     """
 
     micro_batches: int = 0
@@ -303,7 +309,7 @@ class RunLog:
         if error is None:
             self.close()
         elif isinstance(error, KeyboardInterrupt):
-            self.close("interrupted", "stopped from the keyboard")
+            self.close("interrupted", STOPPED_BY_USER)
         else:
             self.close("failed", f"{type(error).__name__}: {error}")
 
@@ -391,6 +397,20 @@ def read_run(folder: str | Path) -> Run:
     )
 
 
+def padding_share(items: int | float, positions: int) -> float | None:
+    """``1 - items / positions``: the share of positions that supervised nothing.
+
+    Args:
+        items: of one update or more.
+        positions: of the same updates; 0 where they are not known.
+
+    Returns:
+        From 0 to 1. None without positions, and where there are more items than positions, as sums
+        of weights may be: then the quotient is no share.
+    """
+    return 1.0 - items / positions if 0 < positions >= items else None
+
+
 def utc_now() -> str:
     """This moment as ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
@@ -411,18 +431,20 @@ T = TypeVar("T", UpdateRecord, Evaluation, RunHeader, RunEnd)
 
 
 def _versioned(value: UpdateRecord | Evaluation | RunHeader | RunEnd) -> dict[str, Any]:
-    finite: dict[str, Any] = _finite(dataclasses.asdict(value))
-    return {"schema_version": SCHEMA_VERSION, **finite}
+    return {"schema_version": SCHEMA_VERSION, **finite(dataclasses.asdict(value))}
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; other readers would refuse the whole line."""
+def finite(value: Any) -> Any:
+    """Plain JSON values with None for NaN and infinities, at any depth.
+
+    JSON has neither; other readers would refuse the whole document.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, Mapping):
+        return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
+        return [finite(entry) for entry in value]
     return value
 
 

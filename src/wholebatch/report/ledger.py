@@ -11,7 +11,9 @@ from typing import Any
 
 from wholebatch.epochs import EpochLedger, Interval, IntervalMove, PlanComparison
 from wholebatch.plan import BatchPlan
+from wholebatch.report.words import number_of
 
+# Of the JSON of ``wholebatch plan``.
 SCHEMA_VERSION = 1
 # A pipeline that idles more than a quarter of its ideal time is worth a word.
 _LARGE_BUBBLE = 0.25
@@ -88,8 +90,8 @@ def _pipeline_findings(plan: BatchPlan) -> Iterable[Finding]:
     if plan.layout.pipeline_schedule == "1f1b" and window < stages:
         yield _finding(
             "fewer_micro_batches_than_stages",
-            f"{_count(window, 'micro-batch', 'es')} cannot fill {stages} stages, and torch's own 1F1B "
-            f"schedule refuses fewer micro-batches than stages",
+            f"{number_of(window, 'micro-batch', 'micro-batches')} cannot fill {stages} stages, and torch's "
+            f"own 1F1B schedule refuses fewer micro-batches than stages",
         )
     if bubble is None:
         yield _finding(
@@ -114,28 +116,28 @@ def _tail_findings(epochs: EpochLedger) -> Iterable[Finding]:
     if all_tail:
         yield _finding(
             "no_full_global_batch",
-            f"the data set has {_count(epochs.dataset_samples, 'sample')} and a global batch {samples}: no "
-            f"update has a full one, each is the tail of an epoch; a global batch of at most "
+            f"the data set has {number_of(epochs.dataset_samples, 'sample')} and a global batch {samples}: "
+            f"no update has a full one, each is the tail of an epoch; a global batch of at most "
             f"{epochs.dataset_samples} would be full",
         )
     if plan.tail == "drop" and tail:
         yield _finding(
             "samples_dropped",
-            f"every epoch leaves out {_count(tail, 'sample')} of {epochs.dataset_samples}, "
+            f"every epoch leaves out {number_of(tail, 'sample')} of {epochs.dataset_samples}, "
             f"{tail * epochs.epochs} in all",
         )
         return
     if 0 < tail < samples * _SMALL_TAIL and not all_tail:
         yield _finding(
             "small_tail",
-            f"the last update of every epoch has {_count(tail, 'sample')} where others have {samples}: "
+            f"the last update of every epoch has {number_of(tail, 'sample')} where others have {samples}: "
             f"exact, but with about {samples / tail:.3g} times the variance in its gradient; tail 'drop' "
             f"leaves it out",
         )
     if 0 < tail < plan.replicas:
         yield _finding(
             "tail_smaller_than_replicas",
-            f"the tail of {_count(tail, 'sample')} leaves {plan.replicas - tail} of {plan.replicas} "
+            f"the tail of {number_of(tail, 'sample')} leaves {plan.replicas - tail} of {plan.replicas} "
             f"replicas without any; they take part in the reduction with nothing to add",
         )
 
@@ -157,7 +159,7 @@ def _reach_findings(epochs: EpochLedger, intervals: Sequence[Interval]) -> Itera
 def _rounded_up(each: Interval, plan: BatchPlan) -> str:
     return (
         f"{each.name} of {each.given} samples ends inside an update of {plan.global_batch_samples}: it is "
-        f"rounded up to {_count(each.updates, 'update')}, {each.samples} samples"
+        f"rounded up to {number_of(each.updates, 'update')}, {each.samples} samples"
     )
 
 
@@ -179,7 +181,7 @@ def plan_text(
     """
     sections = [("One update", _update_rows(plan, ragged))]
     if epochs:
-        sections.append((f"{_count(epochs.epochs, 'epoch')} of the data", _epoch_rows(epochs)))
+        sections.append((f"{number_of(epochs.epochs, 'epoch')} of the data", _epoch_rows(epochs)))
     if intervals:
         sections.append(("Intervals, from the start of training", _interval_rows(intervals, epochs)))
     if comparison:
@@ -291,7 +293,7 @@ def _interval_rows(intervals: Sequence[Interval], epochs: EpochLedger | None) ->
     for each in intervals:
         remark = f"updates = {each.samples:,} samples"
         if epochs and each.name != "warmup":
-            remark += f"; {_count(epochs.total_updates // each.updates, 'time')} in the run"
+            remark += f"; {number_of(epochs.total_updates // each.updates, 'time')} in the run"
         rows.append(
             (each.name if each.name == "warmup" else f"{each.name} every", f"{each.updates:,}", remark)
         )
@@ -355,10 +357,6 @@ def _move_row(move: IntervalMove) -> Row:
 
 def _factors(plan: BatchPlan) -> str:
     return f"{plan.micro_batch_samples} x {plan.micro_batches_per_window} x {plan.replicas}"
-
-
-def _count(number: int, noun: str, ending: str = "s") -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{ending}"
 
 
 def _share(bubble: float) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from wholebatch.errors import RecordError
+from wholebatch.record import finite as finite
 
 STDOUT = "-"
 # How long another rank waits to hear whether the leading one failed in the same way.
@@ -29,17 +29,6 @@ _LEADER_FAILS_WITHIN_S = 5.0
 def text_stream(json_target: str | None) -> TextIO:
     """Return the stream for people's text: stderr where stdout is the JSON's, else stdout."""
     return sys.stderr if json_target == STDOUT else sys.stdout
-
-
-def finite(value: Any) -> Any:
-    """Return plain JSON values with NaN and infinities replaced by None, which JSON can say."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return value
 
 
 def write_json(payload: Mapping[str, Any], target: str | None) -> None:

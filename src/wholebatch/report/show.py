@@ -11,11 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from wholebatch.errors import RecordError
-from wholebatch.record import HEADER_FILE, SCHEMA_VERSION, Run, RunHeader, UpdateRecord, read_run
+from wholebatch.record import HEADER_FILE, Run, RunHeader, UpdateRecord, padding_share, read_run
 from wholebatch.report.output import text_stream, write_json
+from wholebatch.report.words import number_of, skip_words
 
 BARS = "▁▂▃▄▅▆▇█"
-RECENT_UPDATES = 5
+LAST_UPDATES_SHOWN = 5
+# Of the JSON of ``wholebatch show`` and ``wholebatch train``.
+SCHEMA_VERSION = 1
 
 
 def show(run: Path, *, json_target: str | None = None) -> int:
@@ -35,7 +38,7 @@ def show(run: Path, *, json_target: str | None = None) -> int:
     console = Console(file=text_stream(json_target))
     if folders := run_folders(run):
         rows = [_list_entry(folder) for folder in folders]
-        console.print(Text(f"{run}: {_many(len(rows), 'run', 'runs')}"), _runs_table(rows), sep="\n")
+        console.print(Text(f"{run}: {number_of(len(rows), 'run')}"), _runs_table(rows), sep="\n")
         for row in rows:
             if "problem" in row:
                 console.print(Text(row["problem"], style="red"), soft_wrap=True)
@@ -97,10 +100,12 @@ def run_summary(run: Run) -> dict[str, Any]:
     """The facts of a run as JSON-ready data; its keys are promised within a schema version.
 
     ``padding_share = 1 - items / positions`` and ``items_per_second = items / seconds`` over all
-    updates; ``loss_per_item`` gives that of the first and last update, and the lowest.
+    updates; ``positions`` is 0, and the share None, where those of some update are not known.
+    ``loss_per_item`` gives that of the first and last update, and the lowest.
     """
     counters = run.counters()
-    positions = sum(r.positions for r in run.records)
+    known = all(r.positions for r in run.records if r.items)
+    positions = sum(r.positions for r in run.records) if known else 0
     seconds = sum(r.seconds for r in run.records)
     losses = [r.loss_per_item for r in run.records if r.loss_per_item is not None]
     return {
@@ -109,7 +114,7 @@ def run_summary(run: Run) -> dict[str, Any]:
         "header": run.header.to_dict(),
         "counters": counters.state_dict(),
         "positions": positions,
-        "padding_share": 1 - counters.items / positions if positions else None,
+        "padding_share": padding_share(counters.items, positions),
         "reductions": sum(r.reductions for r in run.records),
         "seconds": seconds,
         "items_per_second": counters.items / seconds if seconds else None,
@@ -120,7 +125,7 @@ def run_summary(run: Run) -> dict[str, Any]:
         },
         "peak_memory_bytes": _peak_memory(run.records),
         "evaluations": [e.to_dict() for e in run.evaluations],
-        "last_records": [r.to_dict() for r in run.records[-RECENT_UPDATES:]],
+        "last_records": [r.to_dict() for r in run.records[-LAST_UPDATES_SHOWN:]],
         "end": run.end.to_dict() if run.end else None,
         "torn_line": run.torn_line,
     }
@@ -137,11 +142,9 @@ def render_run(run: Run) -> RenderableType:
     if run.evaluations:
         parts += ["", _evaluations(run)]
     if run.records:
-        parts += ["", _recent(run.records[-RECENT_UPDATES:])]
-    skipped = [r for r in run.records if r.reason is not None][-RECENT_UPDATES:]
-    parts += [
-        Text(f"update {r.updates_attempted} was skipped: {r.reason}", style="yellow") for r in skipped
-    ]
+        parts += ["", _recent(run.records[-LAST_UPDATES_SHOWN:])]
+    skipped = [r for r in run.records if r.reason is not None][-LAST_UPDATES_SHOWN:]
+    parts += [Text(skip_words(r), style="yellow") for r in skipped]
     return Group(*parts)
 
 
@@ -149,8 +152,8 @@ def ledger_line(header: RunHeader) -> str:
     """The global batch as a product: ``m x A x D``."""
     return (
         f"{header.micro_batch_samples} samples a micro-batch x "
-        f"{_many(header.micro_batches_per_window, 'micro-batch', 'micro-batches')} x "
-        f"{_many(header.replicas, 'replica', 'replicas')} = {header.global_batch_samples} samples an update"
+        f"{number_of(header.micro_batches_per_window, 'micro-batch', 'micro-batches')} x "
+        f"{number_of(header.replicas, 'replica')} = {header.global_batch_samples} samples an update"
     )
 
 
@@ -255,12 +258,9 @@ def _totals(run: Run) -> Table:
         f"{counters.updates_attempted:,} attempted, {counters.updates_applied:,} applied; skipped: {skips}",
     )
     table.add_row("samples", f"{counters.samples:,} in {counters.micro_batches:,} micro-batches")
-    padding = facts["padding_share"]
-    table.add_row(
-        "items",
-        f"{counters.items:,} in {facts['positions']:,} positions"
-        + (f"; padding {padding:.1%}" if padding is not None else ""),
-    )
+    positions = f"{facts['positions']:,}" if facts["positions"] else "-"
+    padding = "-" if facts["padding_share"] is None else f"{facts['padding_share']:.1%}"
+    table.add_row("items", f"{counters.items:,} in {positions} positions; padding {padding}")
     table.add_row("reductions", f"{facts['reductions']:,} of gradients, by one rank")
     speed = facts["items_per_second"]
     table.add_row("seconds", f"{facts['seconds']:,.1f}" + (f"; {speed:,.0f} items/s" if speed else ""))
@@ -330,10 +330,6 @@ def _value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _many(number: int, one: str, more: str) -> str:
-    return f"{number} {one if number == 1 else more}"
 
 
 def _number(value: float | None) -> str:

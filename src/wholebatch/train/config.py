@@ -98,7 +98,7 @@ class OptimizerConfig:
         beta1: decay of the mean of gradients.
         beta2: decay of the mean of squared gradients.
         weight_decay: on matrices only.
-        clip_gradient_norm: highest global gradient norm; 0 for no clipping.
+        clip_grad_norm: highest global gradient norm; 0 is off, the window's None, which TOML can't say.
     """
 
     learning_rate: float = 3e-3
@@ -107,7 +107,7 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.99
     weight_decay: float = 0.1
-    clip_gradient_norm: float = 1.0
+    clip_grad_norm: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,7 +249,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optimizer.beta1": (0, 0.999999),
     "optimizer.beta2": (0, 0.999999),
     "optimizer.weight_decay": (0, 1e3),
-    "optimizer.clip_gradient_norm": (0, 1e12),
+    "optimizer.clip_grad_norm": (0, 1e12),
 }
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from wholebatch.errors import UsageError
 
-BYTE_VALUES = 256
 BEGIN = 256  # stands before the first byte, so that every byte is predicted from something
 VOCABULARY = 257
 IGNORED_LABEL = -100

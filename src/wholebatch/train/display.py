@@ -15,9 +15,10 @@ from rich.text import Text
 
 from wholebatch.record import Evaluation, UpdateRecord
 from wholebatch.report.show import sparkline
+from wholebatch.report.words import number_of, skip_words
 
 # The pace is shown over this many updates: one is too noisy, all too slow to follow.
-RECENT_UPDATES = 20
+PACE_UPDATES = 20
 
 
 class Display(Protocol):
@@ -55,9 +56,9 @@ class Progress:
 
     def __init__(self, *, num_updates: int) -> None:
         self.num_updates = num_updates
-        self.records: deque[UpdateRecord] = deque(maxlen=RECENT_UPDATES)
+        self.records: deque[UpdateRecord] = deque(maxlen=PACE_UPDATES)
         self.losses: deque[float | None] = deque(maxlen=60)
-        self._ends: deque[float] = deque([perf_counter()], maxlen=RECENT_UPDATES + 1)
+        self._ends: deque[float] = deque([perf_counter()], maxlen=PACE_UPDATES + 1)
 
     def add(self, record: UpdateRecord) -> None:
         """Take in one update that has just ended."""
@@ -190,14 +191,9 @@ class LiveDisplay:
 
 def evaluation_words(evaluation: Evaluation) -> str:
     """An evaluation in one line."""
-    loss, updates = evaluation.loss_per_item, evaluation.updates_applied
+    loss, updates = evaluation.loss_per_item, number_of(evaluation.updates_applied, "update")
     return (
-        f"{evaluation.split.replace('_', ' ')} after {updates} update{'' if updates == 1 else 's'}: "
+        f"{evaluation.split.replace('_', ' ')} after {updates}: "
         f"loss per item {'not finite' if loss is None else f'{loss:.4f}'} "
         f"over {evaluation.items:,} items in {evaluation.samples:,} samples ({evaluation.seconds:.1f} s)"
     )
-
-
-def skip_words(record: UpdateRecord) -> str:
-    """A skipped update in one line."""
-    return f"update {record.updates_attempted} was skipped: {record.reason}"

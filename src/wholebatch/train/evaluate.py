@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.record import Evaluation
-from wholebatch.train.data import num_items
+from wholebatch.train.data import collate, num_items
 from wholebatch.train.parts import Job
 
 HELD_OUT = "held_out"
@@ -59,7 +59,7 @@ def evaluate(job: Job, samples: Sequence[Tensor]) -> tuple[float, int]:
     try:
         with torch.no_grad():
             for start in range(0, len(mine), m):
-                loss_sum += job.loss(job.model, job.batch(samples, mine[start : start + m])).loss_sum
+                loss_sum += job.loss(job.model, collate(samples, mine[start : start + m])).loss_sum
     finally:
         job.model.train(training)
     items = num_items([samples[i] for i in mine])

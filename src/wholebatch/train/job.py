@@ -18,8 +18,9 @@ from types import FrameType
 
 from wholebatch.epochs import EpochLedger, samples_after
 from wholebatch.errors import JudgeError, RecordError
-from wholebatch.record import RunHeader, RunLog, UpdateRecord, used_folder
+from wholebatch.record import STOPPED_BY_USER, RunHeader, RunLog, UpdateRecord, used_folder
 from wholebatch.report.ledger import plan_findings, plan_text
+from wholebatch.report.words import number_of
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.display import Display
 from wholebatch.train.evaluate import evaluate_held_out
@@ -73,7 +74,7 @@ def run_job(job: Job, display: Display, *, command: Sequence[str] = ()) -> JobRe
         with display:
             finished = train(job, display, log, stop)
         if not finished and log is not None:
-            log.close("interrupted", "stopped from the keyboard")
+            log.close("interrupted", STOPPED_BY_USER)
     if not finished:
         display.say("Interrupted: stopped after a whole update; the records are complete up to it.")
     if log is not None:
@@ -129,8 +130,8 @@ def describe(job: Job) -> str:
         f"Data: {facts['train_samples']:,} samples with {facts['train_items']:,} items to train on, "
         f"{facts['held_out_samples']:,} with {facts['held_out_items']:,} held out.\n"
         f"Model: a GPT of {num_parameters(job.model):,} parameters in {job.config.model.dtype}.\n"
-        f"Run: {_updates(run.num_updates)}, {samples:,} samples; an epoch has "
-        f"{_updates(job.order.updates_per_epoch)}."
+        f"Run: {number_of(run.num_updates, 'update')}, {samples:,} samples; an epoch has "
+        f"{number_of(job.order.updates_per_epoch, 'update')}."
         + "".join(
             # The one finding about the data that is true of runs shorter than an epoch too.
             f"\nNote: {finding['message']}."
@@ -138,10 +139,6 @@ def describe(job: Job) -> str:
             if finding["kind"] == "no_full_global_batch"
         )
     )
-
-
-def _updates(number: int) -> str:
-    return f"{number:,} update{'' if number == 1 else 's'}"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +35,13 @@ class Job:
     objective: SummedLoss
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
-        """The summed loss of a micro-batch and its items; nothing here divides."""
-        return self.objective(model(batch["input_ids"]), batch)
+        """The summed loss of a micro-batch and its items; nothing here divides.
 
-    def batch(self, samples: Sequence[Tensor], ids: Sequence[int]) -> dict[str, Tensor]:
-        """One padded micro-batch on this rank's device."""
-        return {name: tensor.to(self.world.device) for name, tensor in collate(samples, ids).items()}
+        The batch waits on the host until its turn: its input moves to the rank's device here, its
+        labels in the objective, and its sample ids never.
+        """
+        input_ids = batch["input_ids"].to(self.world.device, non_blocking=True)
+        return self.objective(model(input_ids), batch)
 
 
 def build_job(config: TrainConfig, world: World) -> Job:
@@ -90,14 +90,14 @@ def build_job(config: TrainConfig, world: World) -> Job:
 
 
 def micro_batches(job: Job, position: int) -> list[dict[str, Tensor]]:
-    """This rank's micro-batches of the update that begins at a position, in samples."""
+    """This rank's micro-batches of the update that begins at a position, in samples; on the host."""
     ids_of_each = job.order.window(
         position,
         micro_batch_samples=job.plan.micro_batch_samples,
         replicas=job.plan.replicas,
         replica=job.world.rank,
     )
-    return [job.batch(job.data.train, ids) for ids in ids_of_each]
+    return [collate(job.data.train, ids) for ids in ids_of_each]
 
 
 def make_window(job: Job) -> UpdateWindow:
@@ -111,7 +111,7 @@ def make_window(job: Job) -> UpdateWindow:
         optimizer,
         job.objective,
         plan=job.plan,
-        clip_grad_norm=settings.clip_gradient_norm or None,
+        clip_grad_norm=settings.clip_grad_norm or None,
         scheduler=per_update(schedule),
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from wholebatch.train.data import collate
 from wholebatch.train.parts import Job, make_optimizer
 from wholebatch.verify import verify_window
 from wholebatch.verify.verification import Verification
@@ -28,7 +29,7 @@ def prove_first_batch(job: Job) -> Verification:
     settings = job.config.optimizer
 
     def collated(samples: list[Tensor]) -> dict[str, Tensor]:
-        return job.batch(samples, range(len(samples)))
+        return collate(samples, range(len(samples)))
 
     return verify_window(
         job.model,
@@ -36,7 +37,7 @@ def prove_first_batch(job: Job) -> Verification:
         [job.data.train[i] for i in ids],
         splits=[sizes],
         make_optimizer=lambda parameters: make_optimizer(parameters, settings),
-        clip_grad_norm=settings.clip_gradient_norm or None,
+        clip_grad_norm=settings.clip_grad_norm or None,
         objective=job.objective,
         collate=collated,
     )

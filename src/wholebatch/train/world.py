@@ -62,8 +62,7 @@ class World:
             raise RecordError(words[0])
 
     def parallel(self, model: nn.Module) -> nn.Module:
-        """The model on this rank's device, wrapped where several ranks train it."""
-        model = model.to(self.device)
+        """The model, which is on this rank's device already, wrapped where several ranks train it."""
         if self.ranks == 1:
             return model
         on_cpu = self.device.type == "cpu"
@@ -77,9 +76,9 @@ def join_world() -> Iterator[World]:
     A process group that exists already is used and left as it is.
     """
     if dist.is_available() and dist.is_initialized():
-        yield World(rank=dist.get_rank(), ranks=dist.get_world_size())
+        yield World(rank=dist.get_rank(), ranks=dist.get_world_size(), device=_device(_local_rank()))
         return
-    device = _device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = _device(_local_rank())
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield World(device=device)
         return
@@ -100,6 +99,11 @@ def threads_per_rank(ranks_on_this_machine: int) -> int:
     else:
         cores = os.cpu_count() or 1
     return max(1, cores // ranks_on_this_machine)
+
+
+def _local_rank() -> int:
+    """The number of this process on its machine, as torchrun gives it; 0 where nobody does."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _device(local_rank: int) -> torch.device:

@@ -1,0 +1,54 @@
+"""What the tests of runs and of the training job share: a record, and the settings of a tiny job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from wholebatch.record import UpdateRecord
+
+TINY: dict[str, dict[str, Any]] = {
+    "run": {"num_updates": 4, "evaluate_every_updates": 2, "print_every_updates": 2},
+    "batch": {"global_batch_samples": 8, "micro_batch_samples": 2},
+    "data": {"max_tokens_per_sample": 32},
+    "model": {"layers": 1, "width": 16, "heads": 2, "dtype": "float64"},
+    "optimizer": {"warmup_updates": 2, "learning_rate": 0.01},
+    "proof": {"check_first_batch": False},
+}
+
+
+def a_record(update: int = 3, **changes: Any) -> UpdateRecord:
+    """The record of one update; a quarter of its positions is padding."""
+    values: dict[str, Any] = {
+        "outcome": "applied",
+        "updates_attempted": update,
+        "updates_applied": update,
+        "micro_batches": 4,
+        "samples": 16,
+        "items": 900,
+        "positions": 1200,
+        "loss_per_item": 2.5,
+        "gradient_norm": 1.25,
+        "learning_rates": [0.003, 0.003],
+        "reductions": 1,
+        "peak_memory_bytes": [1000 * 2**20, 512 * 2**20],
+        "seconds": 0.5,
+    }
+    return UpdateRecord(**(values | changes))
+
+
+def tiny_tables(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of a tiny job as tables, with changes by section."""
+    return {name: {**table, **sections.get(name, {})} for name, table in TINY.items()}
+
+
+def write_tiny(folder: Path, **sections: dict[str, Any]) -> Path:
+    """The same as a TOML file."""
+    lines = []
+    for section, table in tiny_tables(**sections).items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+    file = folder / "tiny.toml"
+    file.write_text("\n".join(lines))
+    return file

@@ -186,12 +186,15 @@ def test_what_it_records(tmp_path: Path) -> None:
 
 
 def test_micro_batches_wait_on_the_host_and_move_one_by_one(tmp_path: Path) -> None:
-    """A device without memory stands for an accelerator: what is not moved to it can't meet its model."""
+    """A device without memory stands for an accelerator."""
     job = build_job(tiny(tmp_path), World(device=torch.device("meta")))
     assert {p.device.type for p in job.model.parameters()} == {"meta"}
+    seen: list[str] = []
+    job.model.register_forward_pre_hook(lambda _, given: seen.append(given[0].device.type))
     waiting = micro_batches(job, 0)
+    assert seen == []
     loss_sum, _ = job.loss(job.model, waiting[0])
-    assert loss_sum.device.type == "meta"
+    assert (seen, loss_sum.device.type) == (["meta"], "meta")
     assert {tensor.device.type for batch in waiting for tensor in batch.values()} == {"cpu"}
 
 

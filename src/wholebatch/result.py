@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from wholebatch.objective import LossSum
+from wholebatch.record import finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,11 +120,6 @@ def losses_by_term(
             total += coefficient * per_item
         terms[name] = {"items": whole(count), "loss_per_item": finite(per_item), "coefficient": coefficient}
     return terms, finite(total) if any(count > 0 for count in items) else None
-
-
-def finite(number: float) -> float | None:
-    """``number``, or ``None`` where it is NaN or infinite."""
-    return number if math.isfinite(number) else None
 
 
 def whole(number: float) -> int | float:

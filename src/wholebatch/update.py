@@ -38,11 +38,10 @@ from wholebatch.objective import LossSum, Number, Objective, as_loss_sum
 from wholebatch.plan import BatchPlan
 from wholebatch.ranks.agreement import Agreement, PendingExchange
 from wholebatch.ranks.base import Ranks
-from wholebatch.record import Counters, Outcome, UpdateRecord
+from wholebatch.record import Counters, Outcome, UpdateRecord, finite
 from wholebatch.result import (
     GlobalResult,
     Result,
-    finite,
     losses_by_term,
     whole,
     without_graph,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import io
 import json
 import math
 import subprocess
@@ -201,6 +203,68 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with contextlib.suppress(OSError):  # the lost line is still in its buffer
         full.close()
     log.close()
+
+
+class FullFile(io.StringIO):
+    """A file on a disk without room: every flush fails, also that of its close, as an OS file's does."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self) -> None:
+        self.flush()
+
+
+def test_a_full_disk_is_told_once_and_the_end_is_still_written(tmp_path: Path) -> None:
+    def run() -> None:
+        with RunLog(tmp_path / "run", a_header()) as log:
+            log._files["records.jsonl"].close()
+            log._files["records.jsonl"] = FullFile()
+            log.write(a_record())
+
+    with pytest.raises(RecordError, match=r"records\.jsonl can't be written: No space left on device$"):
+        run()
+    end = read_run(tmp_path / "run").end
+    assert end is not None
+    assert end.reason == "failed"
+    assert "RecordError: " in str(end.message)
+    assert "No space left" in str(end.message)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        *("end.json", "evaluations.jsonl", "header.json", "records.jsonl"),
+    ]
+
+
+def test_a_line_lost_at_the_close_is_an_error_and_no_done_run(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run", a_header())
+    for name in ("records.jsonl", "evaluations.jsonl"):
+        log._files[name].close()
+        log._files[name] = FullFile()
+    message = (
+        r"records\.jsonl can't be written: No space.*; .*evaluations\.jsonl can't be written: No space"
+    )
+    with pytest.raises(RecordError, match=message):
+        log.close()
+    log.close()  # a second call changes nothing
+    end = read_run(tmp_path / "run").end
+    assert end is not None
+    assert end.reason == "failed"
+    assert "records.jsonl can't be written" in str(end.message)
+
+
+def test_an_end_that_can_not_be_written_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = RunLog(tmp_path / "run", a_header())
+
+    def no_room(file: Path, text: str, **_: Any) -> int:
+        file.write_bytes(text[:5].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", no_room)
+    with pytest.raises(RecordError, match=r"end\.json can't be written: No space left"):
+        log.close()
+    assert not list((tmp_path / "run").glob("end*"))
+    assert read_run(tmp_path / "run").end is None
 
 
 def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:

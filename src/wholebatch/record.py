@@ -16,6 +16,7 @@ of it says what each field means.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -291,14 +292,31 @@ class RunLog:
         self._append(EVALUATIONS_FILE, evaluation.to_dict())
 
     def close(self, reason: EndReason = "done", message: str | None = None) -> None:
-        """Close the files and write how the run ended; a second call changes nothing."""
+        """Close the files and write how the run ended; a second call changes nothing.
+
+        Where a file can't be closed, because its last line found no room, a run that was "done" ends
+        as "failed": its records are not complete.
+
+        Raises:
+            RecordError: a file can't be closed or the end can't be written; all are tried first.
+        """
         if not self._files:
             return
-        for file in self._files.values():
-            file.close()
+        refusals: list[str] = []
+        for name, file in self._files.items():
+            try:
+                file.close()
+            except OSError as error:
+                refusals.append(_not_written(self.folder / name, error))
         self._files.clear()
-        end = RunEnd(reason=reason, message=message)
-        (self.folder / END_FILE).write_text(_dump(end.to_dict(), indent=2) + "\n", encoding="utf-8")
+        if refusals and reason == "done":
+            reason, message = "failed", refusals[0]
+        try:
+            self._write_end(RunEnd(reason=reason, message=message))
+        except OSError as error:
+            refusals.append(_not_written(self.folder / END_FILE, error))
+        if refusals:
+            raise RecordError("; ".join(refusals))
 
     def __enter__(self) -> Self:
         return self
@@ -308,10 +326,23 @@ class RunLog:
     ) -> None:
         if error is None:
             self.close()
-        elif isinstance(error, KeyboardInterrupt):
-            self.close("interrupted", STOPPED_BY_USER)
-        else:
-            self.close("failed", f"{type(error).__name__}: {error}")
+            return
+        with contextlib.suppress(RecordError):  # the error under way came first and says more
+            if isinstance(error, KeyboardInterrupt):
+                self.close("interrupted", str(error) or STOPPED_BY_USER)
+            else:
+                self.close("failed", f"{type(error).__name__}: {error}")
+
+    def _write_end(self, end: RunEnd) -> None:
+        """Under another name first, so that a full disk or a crash leaves no half of an end."""
+        unfinished = self.folder / f"{END_FILE}.unfinished"
+        try:
+            unfinished.write_text(_dump(end.to_dict(), indent=2) + "\n", encoding="utf-8")
+            unfinished.replace(self.folder / END_FILE)
+        except OSError:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
 
     def _append(self, name: str, data: dict[str, Any]) -> None:
         if name not in self._files:
@@ -321,7 +352,7 @@ class RunLog:
             self._files[name].write(line)
             self._files[name].flush()
         except OSError as error:
-            raise RecordError(f"{self.folder / name} can't be written: {error.strerror}") from error
+            raise RecordError(_not_written(self.folder / name, error)) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -425,6 +456,10 @@ def package_versions(names: Iterable[str] = ("torch", "numpy", "wholebatch")) ->
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     return versions
+
+
+def _not_written(path: Path, error: OSError) -> str:
+    return f"{path} can't be written: {error.strerror}"
 
 
 T = TypeVar("T", UpdateRecord, Evaluation, RunHeader, RunEnd)

@@ -192,18 +192,19 @@ def divided(terms: Terms, coefficients: Mapping[str, float] | None) -> Tensor:
     return torch.stack(shares).sum()
 
 
-def private_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+def private_copy(model: nn.Module, dtype: torch.dtype | None, *, hooks: bool = True) -> nn.Module:
     """A deep copy of the model without gradients, its floating tensors in ``dtype`` where given.
 
     Args:
         model: any module that can be deep-copied.
         dtype: float64, float32 or bfloat16; ``None`` keeps every dtype.
+        hooks: whether the gradient hooks of parameters come along.
 
     Returns:
         The copy; tied weights stay tied, modes and buffers are those of the model.
 
     Raises:
-        JudgeError: the model can't be deep-copied.
+        JudgeError: the model, or a gradient hook of a parameter, can't be copied.
         UsageError: another dtype.
 
     Exactness: bit for bit where ``dtype`` is not narrower than the model's.
@@ -220,7 +221,41 @@ def private_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     # Module.to(dtype) would turn complex parameters into real ones.
     if dtype is not None:
         copied._apply(lambda tensor: _converted(tensor, dtype))  # type: ignore[no-untyped-call]
+    if hooks:
+        _hook_alike(model, copied)
     return copied
+
+
+def hooked(model: nn.Module) -> list[str]:
+    """The names of trainable parameters with gradient hooks of their own."""
+    return [name for name, parameter in trainable(model).items() if any(_gradient_hooks(parameter))]
+
+
+def _gradient_hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
+    """Its hooks before and after accumulation. torch has no public way to list them."""
+    before = getattr(parameter, "_backward_hooks", None) or {}
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return list(before.values()), list(after.values())
+
+
+def _hook_alike(model: nn.Module, copied: nn.Module) -> None:
+    """Register the gradient hooks of parameters on the copy: a deep copy of a parameter has none."""
+    parameters = trainable(copied)
+    for name, parameter in trainable(model).items():
+        before, after = _gradient_hooks(parameter)
+        if not before and not after:
+            continue
+        try:
+            for hook in before:
+                parameters[name].register_hook(hook)  # type: ignore[no-untyped-call]
+            for hook in after:
+                add = parameters[name].register_post_accumulate_grad_hook
+                add(hook)  # type: ignore[no-untyped-call]
+        except (KeyError, RuntimeError) as error:
+            raise JudgeError(
+                f"the gradient hooks of parameter {name} can't be registered on a copy of the model, "
+                f"and without them another update would be judged: {error}"
+            ) from error
 
 
 def batch_in(batch: Any, dtype: torch.dtype | None) -> Any:

@@ -31,7 +31,7 @@ from typing import Any
 from torch import nn
 
 from wholebatch.closeness import distance
-from wholebatch.oracle import OracleUpdate, private_copy
+from wholebatch.oracle import OracleUpdate, hooked, private_copy
 from wholebatch.verify.padding import (
     PADDED_LENGTH_ADVICE,
     PADDING_ADVICE,
@@ -86,6 +86,12 @@ ADVICE: Mapping[str, str] = {
     ),
     "unknown": "None of the known causes explains the difference; see what was ruled out.",
 }
+
+_HOOKS = (
+    "Gradient hooks on parameters ({names}) change each micro-batch's gradient, or the sum so far; without "
+    "them the split equals the whole batch. Do once an update what these hooks do: in the optimizer's "
+    "step, or on the gradients before it."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +220,9 @@ def _diagnose_determined(case: _Case, refused: str | None) -> Diagnosis:
     whole, plain = case.whole(), case.plain()
     if case.agrees(plain, whole):
         return _window_at_fault(refused)
+    if (names := hooked(case.model)) and _agrees_without_hooks(case):
+        advice = _HOOKS.format(names=", ".join(names))
+        return Diagnosis(cause="unknown", advice=advice, ruled_out=("randomness", "buffers that move"))
     if not plain.moved_buffers:
         return _sums_and_counts(case, whole, plain, ruled_out=("randomness", "buffers that move"))
     owners = ", ".join(sorted({name.rpartition(".")[0] or "the model" for name in plain.moved_buffers}))
@@ -230,6 +239,11 @@ def _diagnose_determined(case: _Case, refused: str | None) -> Diagnosis:
     found = _sums_and_counts(quiet, quiet_whole, quiet_plain, ruled_out=ruled_out)
     loud = _sums_and_counts(case, whole, plain, ruled_out=ruled_out)
     return found if loud.cause == found.cause else replace(found, also=("batch_norm",))
+
+
+def _agrees_without_hooks(case: _Case) -> bool:
+    bare = replace(case, model=private_copy(case.model, None, hooks=False))
+    return bare.agrees(bare.plain(), bare.whole())
 
 
 def _window_at_fault(refused: str | None) -> Diagnosis:

@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,110 @@ def test_a_broken_line_in_the_middle_is_named(finished: Path) -> None:
 def test_a_broken_header_is_named(finished: Path, content: bytes) -> None:
     (finished / "header.json").write_bytes(content)
     with pytest.raises(RecordError, match=r"header\.json is not a JSON object"):
+        read_run(finished)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"schema_version": 1, "reas', b"\x00" * 40])
+def test_a_torn_end_is_no_end(finished: Path, content: bytes) -> None:
+    (finished / "end.json").write_bytes(content)
+    run = read_run(finished)
+    assert run.end is None
+    assert run.torn_line
+    assert len(run.records) == 2
+
+
+WRONG_TYPES = [
+    ("records.jsonl", {"samples": "16"}, 'line 1: samples is "16"; it takes a whole number'),
+    ("records.jsonl", {"samples": 16.0}, "line 1: samples is 16.0; it takes a whole number"),
+    ("records.jsonl", {"samples": True}, "line 1: samples is true; it takes a whole number"),
+    ("records.jsonl", {"samples": None}, "line 1: samples is null; it takes a whole number"),
+    ("records.jsonl", {"samples": 10**400}, "characters), which is too large"),
+    ("records.jsonl", {"seconds": 10**400}, "line 1: seconds is 1000"),
+    ("records.jsonl", {"items": [9]}, "line 1: items is [9]; it takes a number"),
+    ("records.jsonl", {"items": None}, "line 1: items is null; it takes a number"),
+    ("records.jsonl", {"loss_per_item": "2.5"}, 'line 1: loss_per_item is "2.5"; it takes a number'),
+    ("records.jsonl", {"gradient_norm": {}}, "line 1: gradient_norm is {}; it takes a number"),
+    ("records.jsonl", {"partial": 1}, "line 1: partial is 1; it takes true or false"),
+    ("records.jsonl", {"reason": 5}, "line 1: reason is 5; it takes a text"),
+    ("records.jsonl", {"outcome": "stepped"}, 'line 1: outcome is "stepped"; it can be applied, skipped_'),
+    ("records.jsonl", {"outcome": []}, "line 1: outcome is []; it can be applied, skipped_"),
+    ("records.jsonl", {"learning_rates": 0.1}, "line 1: learning_rates is 0.1; it takes a list"),
+    (
+        "records.jsonl",
+        {"learning_rates": [0.1, "x"]},
+        'line 1: learning_rates[1] is "x"; it takes a number',
+    ),
+    (
+        "records.jsonl",
+        {"peak_memory_bytes": [1.5]},
+        "line 1: peak_memory_bytes[0] is 1.5; it takes a whole",
+    ),
+    ("records.jsonl", {"terms": []}, "line 1: terms is []; it takes an object"),
+    ("records.jsonl", {"terms": {"ce": 3}}, "line 1: terms['ce'] is 3; it takes an object"),
+    ("records.jsonl", {"terms": {"ce": {"items": "9"}}}, "line 1: terms['ce']['items'] is \"9\"; it takes"),
+    ("records.jsonl", {"schema_version": True}, "line 1: schema_version is true; it takes a whole number"),
+    ("records.jsonl", {"schema_version": 0}, "line 1: schema_version is 0; it takes a whole number from 1"),
+    ("records.jsonl", {"schema_version": "1"}, 'line 1: schema_version is "1"; it takes a whole'),
+    ("evaluations.jsonl", {"split": None}, "line 1: split is null; it takes a text"),
+    ("evaluations.jsonl", {"loss_per_item": []}, "line 1: loss_per_item is []; it takes a number"),
+    ("evaluations.jsonl", {"samples_consumed": 1.5}, "line 1: samples_consumed is 1.5; it takes a whole"),
+    ("header.json", {"replicas": "2"}, 'header.json: replicas is "2"; it takes a whole number'),
+    ("header.json", {"layout": [1]}, "header.json: layout is [1]; it takes an object"),
+    ("header.json", {"layout": {"ranks": "2"}}, "header.json: layout['ranks'] is \"2\"; it takes a whole"),
+    ("header.json", {"started_at": 5}, "header.json: started_at is 5; it takes a text"),
+    ("header.json", {"versions": {"torch": 2}}, "header.json: versions['torch'] is 2; it takes a text"),
+    ("header.json", {"command": "train"}, 'header.json: command is "train"; it takes a list'),
+    ("header.json", {"dataset": None}, "header.json: dataset is null; it takes an object"),
+    ("header.json", {"proof": True}, "header.json: proof is true; it takes an object"),
+    ("header.json", {"schema_version": -1}, "header.json: schema_version is -1; it takes a whole number"),
+    ("end.json", {"reason": "bored"}, 'end.json: reason is "bored"; it can be done, interrupted, failed'),
+    ("end.json", {"message": 5}, "end.json: message is 5; it takes a text"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), WRONG_TYPES)
+def test_a_wrong_type_is_told_by_file_line_and_key(
+    finished: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    first, *rest = (finished / name).read_text().splitlines(keepends=True)
+    if name.endswith(".json"):
+        first, rest = first + "".join(rest), []
+    (finished / name).write_text("".join([json.dumps(json.loads(first) | changes) + "\n", *rest]))
+    with pytest.raises(RecordError, match=re.escape(message)) as caught:
+        read_run(finished)
+    assert str(finished / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["[1]", "NaN", '{"loss_per_item": Infinity}', "[" * 100_000])
+def test_what_is_no_json_object_is_named_too(finished: Path, line: str) -> None:
+    lines = (finished / "records.jsonl").read_text()
+    (finished / "records.jsonl").write_text(f"{line}\n{lines}")
+    with pytest.raises(RecordError, match=r"records\.jsonl line 1 is not a JSON object"):
+        read_run(finished)
+
+
+def test_a_number_above_all_floats_is_refused(finished: Path) -> None:
+    lines = (finished / "records.jsonl").read_text()
+    assert '"loss_per_item": 2.5' in lines
+    changed = lines.replace('"loss_per_item": 2.5', '"loss_per_item": 1e999', 1)
+    (finished / "records.jsonl").write_text(changed)
+    with pytest.raises(RecordError, match="line 1: loss_per_item is Infinity, which is too large"):
+        read_run(finished)
+
+
+def test_what_json_can_not_say_is_read_back_as_none(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "run", a_header()) as log:
+        log.write(a_record(learning_rates=[math.nan, 1], gradient_norm=math.inf, loss_per_item=3))
+    (record,) = read_run(tmp_path / "run").records
+    assert (record.learning_rates, record.gradient_norm, record.loss_per_item) == ([None, 1], None, 3)
+
+
+def test_a_file_that_can_not_be_read_is_named(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(_: Path) -> bytes:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(RecordError, match=r"header\.json can't be read: Permission denied"):
         read_run(finished)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,19 @@ def test_a_run_that_was_killed_says_so(folder: Path) -> None:
     assert "did not end, or is still going" in text
     assert "cut off in the middle" in text
     assert "7 attempted" in text
+
+
+def test_a_torn_end_is_shown_as_none(folder: Path) -> None:
+    (folder / "end.json").write_text("")
+    text = rendered(folder)
+    assert "did not end, or is still going" in text
+    assert "cut off in the middle" in text
+
+
+def test_a_learning_rate_that_was_not_finite_is_a_dash(folder: Path) -> None:
+    with (folder / "records.jsonl").open("a") as file:
+        file.write(json.dumps(a_record(9, learning_rates=[math.nan]).to_dict()) + "\n")
+    assert line_with(rendered(folder), "9 ") == "9 applied 16 900 2.5000 1.2500 - 0.500"
 
 
 def test_a_failed_run_says_why(folder: Path) -> None:

@@ -135,7 +135,10 @@ def render_run(run: Run) -> RenderableType:
     """Everything about a run that fits on one screen."""
     parts: list[RenderableType] = [_title(run), "", _facts(run), "", _totals(run)]
     if run.torn_line:
-        parts += ["", Text("The last line was cut off in the middle and is left out.", style="yellow")]
+        parts += [
+            "",
+            Text("The last line of a file was cut off in the middle and is left out.", style="yellow"),
+        ]
     curve = loss_curve(run.records, width=72, height=6)
     if curve:
         parts += ["", Text("loss per item, by update", style="bold"), *map(Text, curve)]
@@ -302,7 +305,7 @@ def _recent(records: Sequence[UpdateRecord]) -> Table:
             f"{r.items:,}",
             _number(r.loss_per_item),
             _number(r.gradient_norm),
-            f"{r.learning_rates[0]:.3g}" if r.learning_rates else "-",
+            "-" if not r.learning_rates or r.learning_rates[0] is None else f"{r.learning_rates[0]:.3g}",
             f"{r.seconds:.3f}",
         )
     return table

@@ -604,7 +604,7 @@ def _check_type(value: Any, annotation: Any, place: str) -> None:
 def _check_scalar(value: Any, kind: type, place: str) -> None:
     if type(value) not in ((int, float) if kind is float else (kind,)):  # a bool is no number
         raise RecordError(f"{place} is {_shown(value)}; it takes {_TYPE_NAMES[kind]}")
-    if type(value) is int and abs(value) >= _NUMBERS_BELOW or value in (math.inf, -math.inf):
+    if (type(value) is int and abs(value) >= _NUMBERS_BELOW) or value in (math.inf, -math.inf):
         raise RecordError(f"{place} is {_shown(value)}, which is too large for a number of a run")
 
 

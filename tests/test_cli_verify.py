@@ -107,6 +107,12 @@ def unseeded():
 def fails():
     raise ValueError("no data on this machine")
 
+def leaves():
+    sys.exit(0)
+
+def leaving_loss():
+    return model, lambda model, batch: sys.exit(0), batch
+
 def not_equal_on_two_ranks():
     return model, mean, batch
 """
@@ -142,6 +148,7 @@ def listed():
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "their_module.py").write_text(MODULE)
     (tmp_path / "broken_module.py").write_text("import not_there_at_all\n")
+    (tmp_path / "leaving_module.py").write_text("import sys\nsys.exit()\n")
     (tmp_path / "helper_of_theirs.py").write_text("from their_module import problem\n")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "deep.py").write_text(DEEP)
@@ -189,6 +196,11 @@ def test_targets_and_exit_codes(target: str, code: int, capsys: Capture) -> None
             3,
             "failed with ValueError: no data on this machine, at their_module.py:44, in fails",
         ),
+        ("their_module:leaves", 3, "their_module:leaves() failed with sys.exit(0), at their_module.py"),
+        ("their_module:leaving_loss", 3, "failed on the whole batch with sys.exit(0), at their_module.py"),
+        ("leaving_module:problem", 3, "importing leaving_module failed with sys.exit(), at"),
+        ("leaving_module.py:problem", 3, "importing leaving_module.py failed with sys.exit()"),
+        ("leaving_module.below:problem", 3, "importing leaving_module.below failed with sys.exit()"),
         ("broken_module:problem", 3, "named 'not_there_at_all', at broken_module.py:1\n"),
         ("broken_module.py:problem", 3, "importing broken_module.py failed with ModuleNotFoundError"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import namedtuple
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -235,7 +236,19 @@ def test_a_batch_keeps_its_form_when_it_is_widened() -> None:
     assert wide["ids"].dtype == torch.long
     assert wide["array"].dtype == np.float64
     assert wide["whole"].dtype == np.int32
-    assert batch_in(batch, None) is batch
+    alike = batch_in(batch | {"again": batch["ids"], "lock": Lock()}, None)
+    alike["ids"].zero_()
+    alike["pair"].x.zero_()
+    alike["array"][:] = 0
+    assert alike["again"] is alike["ids"], "one object in two places stays one"
+    assert (batch["ids"].tolist(), batch["pair"].x.tolist(), batch["array"].tolist()) == (
+        [1, 1],
+        [1, 1],
+        [1, 1],
+    )
+    asking = torch.ones(2, requires_grad=True)
+    assert batch_in(asking, None).requires_grad
+    assert batch_in(asking, torch.float64).is_leaf
 
 
 def test_complex_parameters_stay_complex() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from verify_problems import data, mlp, summed
+from verify_problems import data, mlp, norm, summed
 from wholebatch.errors import JudgeError
 from wholebatch.oracle import big_batch_update, private_copy
 from wholebatch.verify import verify_window
+from wholebatch.verify.thirds import Thirds, same_amount_per_call
 
 # Gradient hooks of parameters ------------------------------------------------------------------------
 
@@ -61,3 +63,102 @@ def test_a_gradient_hook_that_does_not_fit_on_a_copy_is_refused() -> None:
     model.weight.register_hook(normalised)
     with pytest.raises(JudgeError, match="hooks of parameter weight can't be registered on a copy"):
         private_copy(model, None)
+
+
+# sys.exit --------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_calls_exit_is_no_verdict() -> None:
+    def leaves(*_: Any) -> Any:
+        sys.exit("out of data")
+
+    def leaves_on_parts(model: nn.Module, batch: Any) -> Any:
+        return summed(model, batch) if len(batch["x"]) == 8 else sys.exit()
+
+    with pytest.raises(JudgeError, match=r"whole batch with sys.exit\('out of data'\), at .*, in leaves"):
+        verify_window(mlp(), leaves, data())
+    with pytest.raises(JudgeError, match=r"of \[4, 4\] samples fail with sys.exit\(\), at"):
+        verify_window(mlp(), leaves_on_parts, data(), splits=[[4, 4]])
+    with pytest.raises(JudgeError, match=r"collate failed on all 8 samples with sys.exit\(0\)"):
+        verify_window(mlp(), summed, list(range(8)), collate=lambda _: sys.exit(0))
+    with pytest.raises(JudgeError, match=r"update failed with sys.exit\(0\)"):
+        verify_window(mlp(), summed, data(), make_optimizer=lambda _: sys.exit(0))
+
+    class Leaving:
+        coefficients: ClassVar = {"loss": 1.0}
+
+        def count(self, _: Any) -> Any:
+            sys.exit(7)
+
+        positions = count
+
+    with pytest.raises(JudgeError, match=r"sys.exit\(7\), at .*, in count"):
+        verify_window(mlp(), summed, data(), objective=Leaving())
+
+
+# A loss that writes into its batch -------------------------------------------------------------------
+
+
+def writing(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    batch["x"].mul_(1.5)
+    if "extra" in batch:
+        batch["x"].add_(batch.pop("extra").numpy().sum() * 0)
+    batch["seen"] = True
+    return summed(model, batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loss_that_writes_into_its_batch_is_judged_right(dtype: torch.dtype) -> None:
+    batch: Any = data() | {"extra": torch.ones(8)}
+    batch["x"] = batch["x"].to(dtype)
+    before = {name: part.clone() for name, part in batch.items()}
+    assert verify_window(mlp(), writing, batch).equal
+    assert list(batch) == list(before)
+    assert all(torch.equal(batch[name], part) for name, part in before.items())
+    wrong = verify_window(mlp(), lambda m, b: (writing(m, b)[0] / len(b["x"]), len(b["x"])), batch)
+    assert wrong.cause == "mean_for_sum"
+    assert all(torch.equal(batch[name], part) for name, part in before.items())
+
+
+def test_a_collate_that_writes_into_its_samples_is_judged_right() -> None:
+    x, y = data()["x"].double(), data()["y"]
+    samples = [{"x": one.clone(), "y": label} for one, label in zip(x, y, strict=True)]
+
+    def stacked(some: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {
+            "x": torch.stack([one["x"].mul_(2) for one in some]),
+            "y": torch.stack([s["y"] for s in some]),
+        }
+
+    assert verify_window(mlp(), writing, samples, collate=stacked).equal
+    assert all(torch.equal(sample["x"], row) for sample, row in zip(samples, x, strict=True))
+
+
+# A loss that differentiates by itself ----------------------------------------------------------------
+
+
+def with_gradient_penalty(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    x = batch["x"].requires_grad_()
+    loss_sum, items = summed(model, {"x": x, "y": batch["y"]})
+    (slope,) = torch.autograd.grad(loss_sum, x, create_graph=True)
+    return loss_sum + 0.1 * slope.square().sum(), items
+
+
+def test_a_gradient_penalty_inside_the_loss_is_judged() -> None:
+    assert verify_window(mlp(), with_gradient_penalty, data()).equal
+    coupled = verify_window(mlp(norm()), with_gradient_penalty, data())
+    assert coupled.cause == "batch_norm"
+
+    def normed(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        loss_sum, items = with_gradient_penalty(model, batch)
+        return loss_sum * batch["x"].square().sum(), items
+
+    found = verify_window(mlp(), normed, data())
+    assert found.cause == "coupled_samples"
+
+
+def test_a_loss_that_adds_nothing_per_call_gets_no_advice_on_a_penalty() -> None:
+    assert same_amount_per_call(Thirds(a=1.0, b=2.0, c=3.0, ab=3.0, bc=5.0, abc=6.0), 1e-9) is None
+    amount = 0.5
+    added = Thirds(a=1.0, b=2.0, c=3.0, ab=3.0 - amount, bc=5.0 - amount, abc=6.0 - 2 * amount)
+    assert same_amount_per_call(added, 1e-9) == pytest.approx(amount)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from wholebatch.errors import JudgeError, UsageError
 from wholebatch.replay import RandomState
+from wholebatch.split import like_mapping
 
 LossFunction = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -259,30 +260,49 @@ def _hook_alike(model: nn.Module, copied: nn.Module) -> None:
 
 
 def batch_in(batch: Any, dtype: torch.dtype | None) -> Any:
-    """The batch with its floating tensors (and numpy arrays) in ``dtype``; integers stay as they are.
+    """A copy of the batch, its floating tensors (and numpy arrays) in ``dtype``; integers stay as they are.
+
+    Every call of a ``loss_fn`` gets a copy of its own: one that writes into its batch changes neither
+    the caller's nor what the next call sees.
 
     Args:
-        batch: tensor, array, or dict, tuple or list of these; anything else is passed on.
+        batch: tensor, array, or dict, tuple or list of these; anything else is deep-copied, or passed on
+            where that can't be done.
         dtype: target, or ``None`` for no change.
 
     Returns:
-        A batch of the same structure.
+        A batch of the same structure that shares no memory with the given one. What was one object in
+        two places is one again.
 
     Exactness: bit for bit where ``dtype`` is not narrower.
     """
-    if dtype is None:
-        return batch
-    if isinstance(batch, Tensor):
-        return _converted(batch, dtype)
-    if isinstance(batch, Mapping):
-        return {key: batch_in(part, dtype) for key, part in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(batch_in(part, dtype) for part in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(batch_in(part, dtype) for part in batch)
-    if getattr(getattr(batch, "dtype", None), "kind", "") == "f" and dtype is torch.float64:
-        return batch.astype("float64")
-    return batch
+    return _copied_part(batch, dtype, {})
+
+
+def _copied_part(part: Any, dtype: torch.dtype | None, known: dict[int, tuple[Any, Any]]) -> Any:
+    # The original is kept beside its copy, so that no other object gets its id meanwhile.
+    if id(part) not in known:
+        known[id(part)] = part, _copy_of_part(part, dtype, known)
+    return known[id(part)][1]
+
+
+def _copy_of_part(part: Any, dtype: torch.dtype | None, known: dict[int, tuple[Any, Any]]) -> Any:
+    if isinstance(part, Tensor):
+        copied = part.detach().clone()
+        copied = copied if dtype is None else _converted(copied, dtype)
+        return copied.requires_grad_(part.requires_grad)
+    if isinstance(part, Mapping):
+        return like_mapping(part, {key: _copied_part(value, dtype, known) for key, value in part.items()})
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return type(part)(*(_copied_part(value, dtype, known) for value in part))
+    if isinstance(part, (tuple, list)):
+        return type(part)(_copied_part(value, dtype, known) for value in part)
+    if getattr(getattr(part, "dtype", None), "kind", "") == "f" and dtype is torch.float64:
+        return part.astype("float64")
+    try:
+        return copy.deepcopy(part)
+    except Exception:  # an open file, a lock: nothing that a loss writes into
+        return part
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -77,6 +77,25 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return [_cut(parts, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
+def like_mapping(mapping: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
+    """``parts`` in the mapping's own class where that is made of a dict, else as they are.
+
+    A loss may read ``batch.input_ids`` from a dict of a class of its own.
+
+    Args:
+        mapping: of any class.
+        parts: new values under the same keys.
+    """
+    if type(mapping) is dict:
+        return parts
+    try:
+        made = type(mapping)(parts)  # type: ignore[call-arg]
+        same = list(made) == list(parts) and all(made[key] is part for key, part in parts.items())
+    except Exception:  # whatever another class's constructor makes of one dict
+        return parts
+    return made if same else parts
+
+
 def _as_collated(batch: Any) -> Any:
     """A list of tensors as the tuple that it stands for."""
     tensors = isinstance(batch, list) and batch and all(_is_array(part) and part.ndim for part in batch)
@@ -108,7 +127,7 @@ def _cut(part: Any, start: int, end: int) -> Any:
     if isinstance(part, _SHARED):
         return part
     if isinstance(part, Mapping):
-        return {key: _cut(value, start, end) for key, value in part.items()}
+        return like_mapping(part, {key: _cut(value, start, end) for key, value in part.items()})
     if isinstance(part, tuple):
         cut = [_cut(value, start, end) for value in part]
         return type(part)(*cut) if hasattr(part, "_fields") else tuple(cut)

@@ -157,7 +157,8 @@ def _import(place: str) -> ModuleType:
             _guarded(lambda: loader.exec_module(module), f"importing {place} failed")
         return module
     with _importable_from(Path.cwd()):
-        if not _module_exists(place):
+        # Finding a module imports the packages that it is in.
+        if not _guarded(lambda: _module_exists(place), f"importing {place} failed"):
             raise UsageError(f"there is no module {place!r} here; give module:name, or file.py:name")
         imported: ModuleType = _guarded(lambda: importlib.import_module(place), f"importing {place} failed")
         return imported
@@ -187,7 +188,7 @@ def _guarded(call: Callable[[], Any], what: str) -> Any:
         return call()
     except WholebatchError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit code of theirs is no verdict
         raise JudgeError(f"{what} with {told(error)}") from error
 
 

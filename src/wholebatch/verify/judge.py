@@ -47,7 +47,7 @@ from wholebatch.verify.trial import (
 )
 from wholebatch.verify.untouched import caller_untouched
 from wholebatch.verify.verification import Rounding, Verification
-from wholebatch.verify.whereabouts import place_of, told
+from wholebatch.verify.whereabouts import kept_running, place_of, told
 from wholebatch.verify.words import factor_sentence
 
 # A bound wider than this share of the gradient would excuse a wrong denominator.
@@ -112,14 +112,14 @@ def verify_window(
     with caller_untouched(model):
         _check_model(model)
         _check_ranks(ranks)
-        cut, whole, samples = cutter(batch, collate)
+        cut, whole, samples = cutter(batch, None if collate is None else kept_running(collate))
         problem = Problem(
             model=model,
-            loss_fn=loss_fn,
+            loss_fn=kept_running(loss_fn),
             whole=whole,
             cut=cut,
             collated=collate is not None,
-            make_optimizer=sgd_with_momentum if make_optimizer is None else make_optimizer,
+            make_optimizer=kept_running(make_optimizer or sgd_with_momentum),
             clip_grad_norm=clip_grad_norm,
             coefficients=coefficients if objective is None else objective.coefficients,
             objective=objective,
@@ -135,6 +135,8 @@ def verify_window(
             return _Judge(samples=samples, given=splits is not None).judge(problem, chosen)
         except WholebatchError:
             raise
+        except SystemExit as error:
+            raise JudgeError(f"an experiment of verify failed with {told(error)}") from error
         except Exception as error:
             if not place_of(error):  # not the user's: a mistake of ours keeps its traceback
                 raise

@@ -58,10 +58,13 @@ def cutter(batch: Any, collate: Callable[[list[Any]], Any] | None) -> tuple[Cut,
 
     def cut(sizes: Sequence[int]) -> list[Any]:
         ends = list(itertools.accumulate(sizes))
-        return [collate(samples[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+        return [
+            collate(batch_in(samples[end - size : end], None))
+            for size, end in zip(sizes, ends, strict=True)
+        ]
 
     try:
-        return cut, collate(samples), len(samples)
+        return cut, *cut([len(samples)]), len(samples)
     except Exception as error:
         raise JudgeError(f"collate failed on all {len(samples)} samples with {told(error)}") from error
 
@@ -337,11 +340,12 @@ def _calls(problem: Problem, model: nn.Module, batch: Any) -> list[_Call]:
     def note(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, given: tuple[Any, ...], result: Any) -> None:
             if given and isinstance(given[0], Tensor) and isinstance(result, Tensor):
-                calls.append(_Call(name=name, given=as_wide(given[0]), result=as_wide(result)))
+                wide = as_wide(given[0].detach()), as_wide(result.detach())
+                calls.append(_Call(name=name, given=wide[0], result=wide[1]))
 
         return hook
 
-    with seeded(problem.seed), torch.no_grad():
+    with seeded(problem.seed), torch.enable_grad():  # a loss may differentiate by itself
         copied = private_copy(model, problem.dtype)
         for name, module in copied.named_modules():
             if name and not any(module.children()):

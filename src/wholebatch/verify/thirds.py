@@ -24,7 +24,7 @@ class Thirds:
 
 
 def thirds_of(problem: Problem, sizes: Sequence[int], model: nn.Module, term: str) -> Thirds | None:
-    """Run loss_fn on the groups, without gradients.
+    """Run loss_fn on the groups, without a backward.
 
     Args:
         problem: what is judged.
@@ -94,7 +94,7 @@ def same_amount_per_call(thirds: Thirds, margin: float) -> float | None:
     """What a loss adds once a call whatever its samples; ``None`` where it adds no such amount.
 
     ``S(a) + S(b) - S(ab)``, if it is also ``S(b) + S(c) - S(bc)`` and half of
-    ``S(a) + S(b) + S(c) - S(abc)``.
+    ``S(a) + S(b) + S(c) - S(abc)``, and more than rounding.
 
     Args:
         thirds: the losses.
@@ -106,4 +106,5 @@ def same_amount_per_call(thirds: Thirds, margin: float) -> float | None:
         (thirds.a + thirds.b + thirds.c - thirds.abc) / 2.0,
     )
     size = sum(map(abs, (thirds.a, thirds.b, thirds.c, thirds.ab, thirds.bc, thirds.abc)))
-    return amounts[0] if max(amounts) - min(amounts) <= margin * size else None
+    alike = max(amounts) - min(amounts) <= margin * size
+    return amounts[0] if alike and min(map(abs, amounts)) > margin * size else None

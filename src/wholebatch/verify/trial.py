@@ -154,7 +154,7 @@ def run_whole(problem: Problem, *, model: nn.Module | None = None, clipped: bool
 def terms_of(
     problem: Problem, batch: Any, *, model: nn.Module | None = None, seed: int | None = None
 ) -> dict[str, tuple[float, float]]:
-    """``(L_k, N_k)`` of a batch by term, from one forward without gradients.
+    """``(L_k, N_k)`` of a batch by term, from one forward without a backward.
 
     Args:
         problem: what is judged.
@@ -167,7 +167,8 @@ def terms_of(
 
     Exactness: rounding of one forward in the problem's dtype.
     """
-    with seeded(problem.seed if seed is None else seed), torch.no_grad():
+    # A loss may differentiate by itself (a gradient penalty), so this can't run under no_grad.
+    with seeded(problem.seed if seed is None else seed), torch.enable_grad():
         copied = private_copy(problem.model if model is None else model, problem.dtype)
         terms = loss_terms(problem.loss_fn, copied, batch_in(batch, problem.dtype))
         return {name: (float(loss_sum.detach()), items) for name, (loss_sum, items) in terms.items()}

@@ -6,7 +6,9 @@ import os
 import site
 import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _OUR_FOLDER = Path(__file__).resolve().parents[1]
 
@@ -22,10 +24,32 @@ def told(error: BaseException) -> str:
         file of the user's.
     """
     words = f"{type(error).__name__}: {error}".rstrip()
+    if isinstance(error, SystemExit | UserExitError):
+        words = f"sys.exit({error.args[0]!r})" if error.args else "sys.exit()"
     place = place_of(error)
     if not place:
         return words
     return f"{words}\n{place}" if "\n" in words else f"{words}, {place}"
+
+
+class UserExitError(RuntimeError):
+    """The user's code called ``sys.exit``, which must not become the exit code of a verdict."""
+
+
+def kept_running(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's function, its ``sys.exit`` turned into an error like any other.
+
+    Args:
+        call: what the user gave.
+    """
+
+    def guarded(*given: Any, **named: Any) -> Any:
+        try:
+            return call(*given, **named)
+        except SystemExit as error:
+            raise UserExitError(*error.args).with_traceback(error.__traceback__) from error
+
+    return guarded
 
 
 def place_of(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from wholebatch.errors import UsageError
+from wholebatch.order import SampleOrder
 from wholebatch.train.config import _RANGES, TrainConfig, config_from_dict, load_config
 
 
@@ -73,12 +74,32 @@ def test_settings_survive_a_trip_through_plain_data() -> None:
         ("[model]\ndropout = nan\n", "model.dropout is nan; it goes from 0 to 0.99"),
         ("[run]\nnum_updates = 0\n", "run.num_updates is 0; it goes from 1 to"),
         ("[run\n", "is not TOML"),
+        ("run = 5\n", "run is a section, [run], not the value 5"),
+        (f"[optimizer]\nlearning_rate = {10**400}\n", "optimizer.learning_rate is 1000000000"),
+        (f"[model]\nlayers = {10**400}\n", "(401 characters); it goes from 1 to 1000"),
+        (f"[model]\ndropout = 0x{'f' * 5000}\n", "model.dropout is a number of thousands of digits, which"),
+        (f"[model]\nlayers = 0x{'f' * 5000}\n", "model.layers is a number of thousands of digits; it goes"),
+        (f"[model]\nlayers = -{10**400}\n", "model.layers is -100000"),
+        (f"[run]\nfolder = {10**400}\n", "(401 characters); it takes a text in quotes"),
+        ("[optimizer]\nlearning_rate = inf\n", "optimizer.learning_rate is inf; it goes from 0 to"),
+        (f"[run]\nseed = {2**53 + 1}\n", f"run.seed is {2**53 + 1}; it goes from 0 to {2**53}"),
     ],
 )
 def test_refusals_name_the_file_and_what_to_change(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)) as caught:
         load_config(write(tmp_path, text))
     assert "small.toml" in str(caught.value)
+
+
+def test_a_run_that_is_no_section_is_refused_with_changes_too(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"small\.toml: run is a section, \[run\], not the value 5"):
+        load_config(write(tmp_path, "run = 5\n"), num_updates=9)
+
+
+@pytest.mark.parametrize("seed", [0, 2**53])
+def test_every_seed_that_is_taken_orders_the_samples(tmp_path: Path, seed: int) -> None:
+    config = load_config(write(tmp_path, f"[run]\nseed = {seed}\n"))
+    assert SampleOrder(num_samples=3, global_batch_samples=2, seed=config.run.seed).global_batch(0)
 
 
 def test_no_such_file(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from wholebatch.errors import UsageError
+from wholebatch.layout import LARGEST_NUMBER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,8 +164,9 @@ def load_config(path: str | Path | None = None, **run_changes: Any) -> TrainConf
         except ValueError as error:
             raise UsageError(f"{path} is not TOML: {error}") from error
     changes = {key: value for key, value in run_changes.items() if value is not None}
-    if changes:
-        tables = {**tables, "run": {**tables.get("run", {}), **changes}}
+    run = tables.get("run", {})
+    if changes and isinstance(run, dict):  # config_from_dict refuses what is no section
+        tables = {**tables, "run": {**run, **changes}}
     return config_from_dict(tables, source=source)
 
 
@@ -185,7 +186,7 @@ def config_from_dict(tables: dict[str, Any], *, source: str = "settings") -> Tra
     for name, kind in sections.items():
         table = tables.get(name, {})
         if not isinstance(table, dict):
-            raise UsageError(f"{source}: {name} is a section, [{name}], not the value {table!r}")
+            raise UsageError(f"{source}: {name} is a section, [{name}], not the value {_shown(table)}")
         built[name] = _section(kind, table, name, source)
     config = TrainConfig(**built)
     _check_ranges(config, source)
@@ -213,13 +214,25 @@ def _typed(value: Any, kind: Any, where: str) -> Any:
     choices = get_args(kind)
     if choices:
         if value not in choices:
-            raise UsageError(f"{where} is {value!r}; it can be {' or '.join(map(repr, choices))}")
+            raise UsageError(f"{where} is {_shown(value)}; it can be {' or '.join(map(repr, choices))}")
         return value
     if kind is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise UsageError(f"{where} is {_shown(value)}, which is above all numbers here") from None
     if type(value) is not kind:  # a bool is not an int here
-        raise UsageError(f"{where} is {value!r}; it takes {_TYPE_NAMES[kind]}")
+        raise UsageError(f"{where} is {_shown(value)}; it takes {_TYPE_NAMES[kind]}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """What the file gave; the beginning of what is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
 
 
 _TYPE_NAMES = {
@@ -232,7 +245,7 @@ _TYPE_NAMES = {
 # Lowest and highest value, both allowed.
 _RANGES: dict[str, tuple[float, float]] = {
     "run.num_updates": (1, 2**40),
-    "run.seed": (0, 2**63 - 1),
+    "run.seed": (0, LARGEST_NUMBER),  # what SampleOrder takes
     "run.evaluate_every_updates": (1, 2**40),
     "run.print_every_updates": (1, 2**40),
     "batch.global_batch_samples": (1, 2**40),
@@ -257,8 +270,8 @@ def _check_ranges(config: TrainConfig, source: str) -> None:
     for name, (low, high) in _RANGES.items():
         section, key = name.split(".")
         value = getattr(getattr(config, section), key)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise UsageError(f"{source}: {name} is {value}; it goes from {low} to {high}")
+        if not low <= value <= high:  # NaN neither
+            raise UsageError(f"{source}: {name} is {_shown(value)}; it goes from {low} to {high}")
     width, heads = config.model.width, config.model.heads
     if width % heads:
         nearest = sorted((h for h in range(1, width + 1) if width % h == 0), key=lambda h: abs(h - heads))

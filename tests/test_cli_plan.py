@@ -104,6 +104,22 @@ def test_another_split_of_the_same_global_batch_is_the_same_update(
     assert "320  at 10 items in every sample" in errors
 
 
+@pytest.mark.parametrize("data", ["", "--dataset-samples 1000"])
+def test_a_huge_warm_up_is_compared_all_the_same(data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only what the user gave has a bound; what it comes to under another plan has none."""
+    words = f"plan --micro-batch-samples 4 --warmup-updates {2**52} --against 4x4x2 --json - {data}"
+    assert main(words.split()) == 0
+    document = json.loads(capsys.readouterr().out)
+    moved = document["against"]["intervals"]["warmup"]
+    if data:  # an epoch is 250 updates of 4, or 31 of 32 and one of 8
+        assert moved["samples"] == 2**52 // 250 * 1000 + 2**52 % 250 * 4
+        whole, rest = divmod(moved["samples"], 1000)
+        assert moved["other_updates_of_same_samples"] == whole * 32 + -(-rest // 32)
+    else:
+        assert moved["samples"] == 4 * 2**52
+        assert moved["other_updates_of_same_samples"] == 2**52 // 8
+
+
 def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """Each option moves the JSON away from its default."""
     words = (
@@ -151,6 +167,9 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> No
         ("--micro-batch-samples true", "Invalid value for '--micro-batch-samples'"),
         ("--micro-batch-samples 4 --epochs 2", "--epochs 2 needs --dataset-samples"),
         ("--micro-batch-samples 4 --against 4x2", "--against '4x2' is not micro-batch samples x"),
+        ("--micro-batch-samples 4 --against ٤x٤x٢", "--against '٤x٤x٢' is not micro-batch samples x"),
+        (f"--micro-batch-samples 4 --against {'9' * 5000}x1x1", "is not micro-batch samples x"),
+        (f"--micro-batch-samples 4 --against 1x{'9' * 90}x1", "is too large; the bound is 2**53"),
         ("--micro-batch-samples 4 --against 4x0x2", "micro_batches_per_window=0 is too small"),
         (
             "--micro-batch-samples 4 --log-updates 3 --log-samples 5",

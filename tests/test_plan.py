@@ -246,11 +246,52 @@ def plans(request: dict[str, Any]) -> bool:
 
 
 def check_alternatives(request: dict[str, Any], message: str) -> None:
-    """Every number offered plans, and no nearer number on its side does."""
+    """Every number offered plans, and no nearer number on its side does; so does every pair of m and A."""
+    sizes = {name: request.get(name) for name in ("micro_batch_samples", "micro_batches_per_window")}
+    for micro_batch, window in re.findall(r"(\d+) x (\d+)", message.partition("Their product is")[2]):
+        pair = {"micro_batch_samples": int(micro_batch), "micro_batches_per_window": int(window)}
+        assert plans(request | pair), (pair, message)
+    if " open, and " in message:
+        # The numbers offered here leave m and A open still: they fit where some pair of them does.
+        assert set(sizes.values()) == {None}
+        interleaved = request.get("pipeline_schedule") == "interleaved_1f1b"
+        request = request | {"micro_batches_per_window": request["pipeline_parallel"] if interleaved else 1}
     for name, number in offered(message):
         assert plans(request | {name: number}), (name, number, message)
         nearer = range(min(number, request[name]) + 1, max(number, request[name]))
         assert not any(plans(request | {name: between}) for between in nearer), (name, number, message)
+
+
+@given(
+    samples=st.integers(1, 200),
+    by_ranks=st.booleans(),
+    ranks=st.integers(1, 24),
+    items_per_sample=st.none() | st.integers(1, 6),
+    degrees=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 4)),
+    interleaved=st.booleans(),
+)
+@quick
+def test_what_is_offered_for_an_open_split_plans_too(
+    samples: int,
+    by_ranks: bool,
+    ranks: int,
+    items_per_sample: int | None,
+    degrees: tuple[int, int, int, int],
+    interleaved: bool,
+) -> None:
+    request: dict[str, Any] = {
+        "ranks" if by_ranks else "replicas": ranks,
+        "global_batch_samples": samples,
+        **dict(zip(DEGREES, degrees, strict=True)),
+    }
+    if items_per_sample:
+        request |= {"global_batch_items": samples * items_per_sample, "items_per_sample": items_per_sample}
+        del request["global_batch_samples"]
+    if interleaved and degrees[1] > 1:
+        request |= {"pipeline_schedule": "interleaved_1f1b", "pipeline_virtual_stages": 2}
+    with pytest.raises(PlanError) as refusal:
+        plan_batch(**request)
+    check_alternatives(request, str(refusal.value))
 
 
 def test_every_kind_of_number_is_offered() -> None:
@@ -311,7 +352,40 @@ def test_what_is_no_whole_positive_number_is_refused_by_value(name: str, value: 
         ),
         (
             {"global_batch_samples": 64, "ranks": 3},
-            "64 = 21 x 3 [+] 1; 63 or 66 samples would, or 2 or 4 replicas",
+            "64 = 21 x 3 [+] 1. Nearest that fit, changing one number: "
+            "global_batch_samples=63 or 66; ranks=2 or 4",
+        ),
+        (
+            {
+                "global_batch_samples": 18,
+                "ranks": 2,
+                "pipeline_parallel": 2,
+                "pipeline_schedule": "interleaved_1f1b",
+                "pipeline_virtual_stages": 2,
+            },
+            "product is 18: 1 x 18, 3 x 6, 9 x 2 would do",
+        ),
+        (
+            {
+                "global_batch_samples": 15,
+                "ranks": 2,
+                "pipeline_parallel": 2,
+                "pipeline_schedule": "interleaved_1f1b",
+                "pipeline_virtual_stages": 2,
+            },
+            "and no pair of them fits. Nearest that fit, .*: global_batch_samples=14 or 16.$",
+        ),
+        (
+            {"global_batch_samples": 12, "replicas": 3, "expert_parallel": 2},
+            "and no pair of them fits. Nearest that fit, changing one number: replicas=2 or 4.$",
+        ),
+        (
+            {"global_batch_samples": 12, "replicas": 5, "expert_parallel": 2},
+            "12 = 2 x 5 [+] 2. Nearest that fit, changing one number: replicas=4 or 6.$",
+        ),
+        (
+            {"global_batch_items": 70, "items_per_sample": 10, "replicas": 2},
+            "7 = 3 x 2 [+] 1. Nearest that fit, .*: global_batch_items=60 or 80; replicas=1 or 7",
         ),
         ({"global_batch_items": 64, "micro_batch_samples": 4}, "global_batch_items=64 says nothing about"),
         (

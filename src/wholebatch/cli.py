@@ -207,7 +207,7 @@ def _other_plan(against: str, made: BatchPlan) -> BatchPlan:
     """Read ``mxAxD`` as a plan with the same degrees, items per sample and tail as ``made``."""
     from dataclasses import replace
 
-    if not re.fullmatch(r"\d+x\d+x\d+", against):
+    if not re.fullmatch(r"[0-9]{1,99}x[0-9]{1,99}x[0-9]{1,99}", against):
         raise PlanError(
             f"--against {against!r} is not micro-batch samples x micro-batches x replicas, such as 4x8x2"
         )

@@ -138,7 +138,11 @@ def samples_after(plan: BatchPlan, updates: int, *, dataset_samples: int | None 
 
     ``updates x global_batch_samples`` where no data set is given.
     """
-    whole_number("updates", updates, minimum=0)
+    return _samples_after(plan, whole_number("updates", updates, minimum=0), dataset_samples)
+
+
+def _samples_after(plan: BatchPlan, updates: int, dataset_samples: int | None) -> int:
+    """The same for a number that nobody gave and that may be of any size."""
     if dataset_samples is None:
         return updates * plan.global_batch_samples
     ledger = EpochLedger(plan=plan, dataset_samples=dataset_samples)
@@ -148,7 +152,11 @@ def samples_after(plan: BatchPlan, updates: int, *, dataset_samples: int | None 
 
 def updates_reaching(plan: BatchPlan, samples: int, *, dataset_samples: int | None = None) -> int:
     """Return the fewest updates from the start that consume at least ``samples`` samples."""
-    whole_number("samples", samples, minimum=0)
+    return _updates_reaching(plan, whole_number("samples", samples, minimum=0), dataset_samples)
+
+
+def _updates_reaching(plan: BatchPlan, samples: int, dataset_samples: int | None) -> int:
+    """The same for a number that nobody gave and that may be of any size."""
     if dataset_samples is None:
         return -(-samples // plan.global_batch_samples)
     ledger = EpochLedger(plan=plan, dataset_samples=dataset_samples)
@@ -208,10 +216,14 @@ def resolve_interval(
     one_of("interval", name, get_args(IntervalName))
     one_of("unit", unit, get_args(Unit))
     whole_number(f"{name}_{unit}", given, minimum=0 if name == "warmup" else 1)
-    updates = given
-    if unit == "samples":
-        updates = updates_reaching(plan, given, dataset_samples=dataset_samples)
-    samples = samples_after(plan, updates, dataset_samples=dataset_samples)
+    return _interval(plan, name, given, unit, dataset_samples)
+
+
+def _interval(
+    plan: BatchPlan, name: IntervalName, given: int, unit: Unit, dataset_samples: int | None
+) -> Interval:
+    updates = given if unit == "updates" else _updates_reaching(plan, given, dataset_samples)
+    samples = _samples_after(plan, updates, dataset_samples)
     return Interval(name=name, given=given, unit=unit, updates=updates, samples=samples)
 
 
@@ -332,10 +344,6 @@ def _move(mine: Interval, second: BatchPlan, dataset_samples: int | None) -> Int
     name = mine.name
     return IntervalMove(
         first=mine,
-        same_updates=resolve_interval(
-            second, name, mine.updates, "updates", dataset_samples=dataset_samples
-        ),
-        same_samples=resolve_interval(
-            second, name, mine.samples, "samples", dataset_samples=dataset_samples
-        ),
+        same_updates=_interval(second, name, mine.updates, "updates", dataset_samples),
+        same_samples=_interval(second, name, mine.samples, "samples", dataset_samples),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import Any, Literal, get_args
 
@@ -131,6 +132,10 @@ class _MisfitError(Exception):
     """A remainder or a contradiction, before the alternatives are known; never leaves this module."""
 
 
+class _TooFewError(Exception):
+    """Open numbers, among the four in `args`, before the fitting ones are known; never leaves either."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
     """What the user gave, checked; None where nothing was said. ``shape`` holds the degrees only."""
@@ -204,6 +209,8 @@ def plan_batch(
         return _solve(request)
     except _MisfitError as misfit:
         raise PlanError(f"{misfit}. {_advice(request)}") from None
+    except _TooFewError as gap:
+        raise PlanError(_too_few(request, *gap.args)) from None
 
 
 def _shape(given: dict[str, Any]) -> Layout:
@@ -214,7 +221,7 @@ def _shape(given: dict[str, Any]) -> Layout:
 
 
 def _solve(request: _Request) -> BatchPlan:
-    """Return the plan that the request determines; _MisfitError where its numbers do not go together."""
+    """Return the plan that the request determines; _MisfitError or _TooFewError where there is none."""
     shape = request.shape
     numbers = {
         "global_batch_samples": _samples(request),
@@ -305,7 +312,7 @@ def _complete(numbers: dict[str, int | None], request: _Request) -> tuple[int, i
     """Return (m, A, D), the one that is missing divided out of the global batch."""
     missing = [name for name, number in numbers.items() if number is None]
     if len(missing) > 1:
-        raise PlanError(_too_few(numbers, missing))
+        raise _TooFewError(numbers)
     factors = {name: number for name, number in numbers.items() if name != "global_batch_samples"}
     known = {name: number for name, number in factors.items() if number is not None}
     product, samples = prod(known.values()), numbers["global_batch_samples"]
@@ -332,9 +339,10 @@ def _show_samples(samples: int, request: _Request) -> str:
     return f"global_batch_samples {samples}{origin}"
 
 
-def _too_few(numbers: dict[str, int | None], missing: list[str]) -> str:
+def _too_few(request: _Request, numbers: dict[str, int | None]) -> str:
     """Say which numbers are open, and where only m and A are, which pairs would do."""
     samples, replicas = numbers["global_batch_samples"], numbers["replicas"]
+    missing = [name for name, number in numbers.items() if number is None]
     if samples is None:
         return (
             f"nothing says how large the global batch is: {', '.join(missing)} are open; give "
@@ -343,22 +351,22 @@ def _too_few(numbers: dict[str, int | None], missing: list[str]) -> str:
     assert replicas is not None
     share, rest = divmod(samples, replicas)
     problem = f"global_batch_samples {samples} over replicas {replicas} leaves {' and '.join(missing)} open"
-    if rest:
-        samples_near = or_list(nearest_multiples(samples, replicas))
-        replicas_near = or_list(nearest_multiples(replicas, 1, lambda number: samples % number == 0))
-        return (
-            f"{problem}, and does not divide by the replicas: {show_remainder(samples, replicas)}; "
-            f"{samples_near} samples would, or {replicas_near} replicas"
-        )
-    pairs = [f"{size} x {share // size}" for size in range(1, min(share, 4096) + 1) if share % size == 0]
-    return f"{problem}; give one of them. Their product is {share}: {', '.join(pairs[:6])} would do"
+    why = f"does not divide by the replicas: {show_remainder(samples, replicas)}"
+    if not rest:
+        sizes = (size for size in range(1, min(share, 4096) + 1) if share % size == 0)
+        fitting = (size for size in sizes if _fits(request, "micro_batches_per_window", share // size))
+        if pairs := [f"{size} x {share // size}" for size in islice(fitting, 6)]:
+            return f"{problem}; give one of them. Their product is {share}: {', '.join(pairs)} would do"
+        why = "no pair of them fits"
+    # With the fewest micro-batches that the schedule takes, m is all the rest: no other A fits more.
+    fewest = replace(request, micro_batches_per_window=request.shape.micro_batch_multiple)
+    return f"{problem}, and {why}. {_advice(fewest)}"
 
 
 def _fits(request: _Request, name: str, number: int) -> bool:
-    changed: dict[str, Any] = {name: number}
     try:
-        _solve(replace(request, **changed))
-    except (_MisfitError, PlanError):
+        _solve(replace(request, **{name: number}))  # type: ignore[arg-type]
+    except (_MisfitError, _TooFewError, PlanError):
         return False
     return True
 
@@ -367,11 +375,8 @@ def _advice(request: _Request) -> str:
     """Write, for each number given, the nearest ones that make the whole plan fit."""
     offers = []
     for name in _ADJUSTABLE:
-        value = getattr(request, name)
-        if value is None:
-            continue
-        near = nearest_multiples(value, _multiple(request, name), partial(_fits, request, name))
-        if near:
+        value, fits = getattr(request, name), partial(_fits, request, name)
+        if value is not None and (near := nearest_multiples(value, _multiple(request, name), fits)):
             offers.append(f"{name}={or_list(near)}")
     if offers:
         return f"Nearest that fit, changing one number: {'; '.join(offers)}."

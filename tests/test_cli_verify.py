@@ -15,6 +15,7 @@ from rich.console import Console
 
 from wholebatch.cli import main
 from wholebatch.report import verdict
+from wholebatch.verify import verify_window
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 OUTCOMES = {
@@ -258,6 +259,42 @@ def test_a_problem_that_seeds_nothing_is_built_alike_every_time(folder: Path, ca
     drawn = [run(capsys, "their_module:unseeded", "--seed", seed)[1].split("\n")[0] for seed in "001"]
     assert drawn[0].startswith("drawn")
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_the_command_lines_seed_and_splits_win_over_the_problems(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del folder
+    given: list[dict[str, Any]] = []
+
+    def noted(*_: Any, **options: Any) -> Any:
+        given.append(options)
+        return verify_window(*_, **options)
+
+    monkeypatch.setattr(verdict, "verify_window", noted)
+    run(capsys, "their_module:as_dict")
+    run(capsys, "their_module:as_dict", "--seed", "5")
+    run(capsys, "their_module:rich_tuple", "--splits", "3+3")
+    assert [options.get("seed") for options in given] == [3, 5, None]
+    assert given[2]["splits"] == [[3, 3]]
+    code, out, err = run(capsys, "their_module:problem", "--seed", str(2**63))
+    assert (code, out) == (2, "")
+    assert "error: seed=9223372036854775808 is no whole number from -2**63 to 2**63 - 1" in err
+
+
+def test_what_the_users_code_prints_is_not_among_the_json(folder: Path, capsys: Capture) -> None:
+    (folder / "talks.py").write_text(
+        MODULE.replace("def problem", "print('imported')\ndef problem").replace(
+            "    return F.cross_entropy(model(batch[0]), batch[1], r",
+            "    print('loss'); return F.cross_entropy(model(batch[0]), batch[1], r",
+        )
+    )
+    code, out, err = run(capsys, "talks.py:unseeded", "--json", "-")
+    assert (code, json.loads(out)["equal"]) == (0, True)
+    assert all(word in err for word in ("imported", "drawn", "loss"))
+    _, out, err = run(capsys, "talks.py:unseeded")
+    assert all(word in out for word in ("imported", "drawn", "loss"))
+    assert "drawn" not in err
 
 
 def test_json_to_a_file_leaves_the_words_on_stdout(folder: Path, capsys: Capture) -> None:

@@ -76,7 +76,7 @@ def test_a_window_that_leaves_a_micro_batch_out_is_found(
     assert (noisy.cause, noisy.equal_when_replayed) == ("dropout", False)
 
 
-def test_a_window_that_never_applies_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_never_applies_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     from wholebatch.finish import Finish, Reading
 
     read = Finish.read
@@ -86,9 +86,8 @@ def test_a_window_that_never_applies_is_found(monkeypatch: pytest.MonkeyPatch) -
         return Reading(norm=float("nan"), values=found.values)
 
     monkeypatch.setattr(Finish, "read", not_finite)
-    found = verify_window(mlp(), summed, data())
-    assert (found.equal, found.cause, found.worst) == (False, "unknown", None)
-    assert "did not apply the update (skipped_nonfinite)" in str(found.splits[0].refused)
+    with pytest.raises(JudgeError, match=r"did not apply the update \(skipped_nonfinite\)"):
+        verify_window(mlp(), summed, data())
 
 
 def test_clipping_hides_no_factor() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -10,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from verify_problems import data, mlp, norm, summed
-from wholebatch.errors import JudgeError
+from wholebatch.errors import JudgeError, UsageError
+from wholebatch.losses import token_loss
 from wholebatch.oracle import big_batch_update, private_copy
 from wholebatch.verify import verify_window
 from wholebatch.verify.thirds import Thirds, same_amount_per_call
@@ -162,3 +166,111 @@ def test_a_loss_that_adds_nothing_per_call_gets_no_advice_on_a_penalty() -> None
     amount = 0.5
     added = Thirds(a=1.0, b=2.0, c=3.0, ab=3.0 - amount, bc=5.0 - amount, abc=6.0 - 2 * amount)
     assert same_amount_per_call(added, 1e-9) == pytest.approx(amount)
+
+
+# A refusal of the window, and options that do not fit -------------------------------------------------
+
+
+def test_a_refusal_of_the_window_is_told_and_no_verdict() -> None:
+    def changes_mode(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        model.train(not model.training)
+        return summed(model, batch)
+
+    with pytest.raises(JudgeError, match=r"the window fails on micro-batches of .*: .*mode") as told:
+        verify_window(mlp(), changes_mode, data())
+    assert "please report" not in str(told.value).lower()
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 1.5, True, "1"])
+def test_seeds_that_are_none(seed: Any) -> None:
+    with pytest.raises(UsageError, match=rf"seed={re.escape(repr(seed))} is no whole number from -2\*\*63"):
+        verify_window(mlp(), summed, data(), seed=seed)
+
+
+def test_the_largest_and_smallest_seeds() -> None:
+    assert verify_window(mlp(), summed, data(), seed=2**63 - 1).equal
+    assert verify_window(mlp(), summed, data(), seed=-(2**63)).equal
+
+
+def test_objectives_that_are_none() -> None:
+    with pytest.raises(UsageError, match="objective=7 is no objective"):
+        verify_window(mlp(), summed, data(), objective=7)
+    with pytest.raises(
+        UsageError, match=r"coefficients=.* and objective=.* were both given.* give one of them"
+    ):
+        verify_window(mlp(), summed, data(), coefficients={"loss": 2.0}, objective=token_loss(labels="y"))
+
+
+def test_lazy_modules_need_a_forward_first() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(
+        JudgeError, match=r"0\.weight, 0\.bias of this Sequential have no shape yet; run one"
+    ):
+        verify_window(model, summed, data())
+    model(data()["x"])
+    assert verify_window(model, summed, data()).equal
+
+
+# One rank fails ---------------------------------------------------------------------------------------
+
+
+def fails_on_rank_1(rank: int, n: int) -> list[str]:
+    del n
+    told = []
+
+    def failing(when: Callable[[int], bool]) -> Callable[[nn.Module, Any], Any]:
+        calls = itertools.count()
+
+        def loss_fn(model: nn.Module, batch: Any) -> Any:
+            if rank == 1 and (
+                when(len(batch["y"])) if when is whole or when is part else when(next(calls))
+            ):
+                raise KeyError("gone")
+            return summed(model, batch)
+
+        return loss_fn
+
+    def whole(samples: int) -> bool:
+        return samples == 8
+
+    def part(samples: int) -> bool:
+        return samples < 8
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return sys.exit(4) if rank == 1 else torch.optim.SGD(parameters)
+
+    def collate(samples: list[int]) -> Any:
+        return sys.exit(4) if rank == 1 else data(len(samples))
+
+    cases: list[dict[str, Any]] = [
+        {"loss_fn": failing(whole)},
+        {"loss_fn": failing(part)},
+        *({"loss_fn": failing(after.__eq__), "clip_grad_norm": 0.1} for after in range(4, 19)),
+        {"loss_fn": summed, "make_optimizer": optimizer},
+        {"loss_fn": summed, "batch": list(range(8)), "collate": collate},
+    ]
+    for case in cases:
+        options = {"splits": [[4, 4], [1, 3, 4]], "batch": data(), **case}
+        try:
+            verify_window(mlp(), **options)
+        except JudgeError as error:
+            told.append(str(error))
+        else:
+            told.append("judged")
+    return told
+
+
+def test_a_failure_on_one_rank_is_told_on_all() -> None:
+    from ranks import run_ranks
+
+    one, other = run_ranks(fails_on_rank_1, 2)
+    assert one == other
+    for told in (*one[:2], *one[-2:]):
+        assert "on rank 1: " in told
+        assert "(no failure on rank 0)" in told
+    assert "failed on the whole batch on rank 1: KeyError: 'gone', at" in one[0]
+    assert "micro-batches of [4, 4] samples fail on rank 1: KeyError: 'gone'" in one[1]
+    assert len(one[2:-2]) == 15
+    assert all("on rank 1: " in told and "KeyError: 'gone'" in told for told in one[2:-2]), one
+    assert "sys.exit(4)" in one[-1]
+    assert "sys.exit(4)" in one[-2]

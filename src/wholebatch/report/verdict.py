@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +29,8 @@ from wholebatch.errors import JudgeError, UsageError, WholebatchError
 from wholebatch.report.output import finite, text_stream, write_json
 from wholebatch.report.verdict_text import render
 from wholebatch.verify import verify_window
-from wholebatch.verify.trial import seeded
+from wholebatch.verify.together import together
+from wholebatch.verify.trial import check_seed, seeded
 from wholebatch.verify.whereabouts import told
 
 # Where the ranks of ``--ranks N`` leave the verdict for the process that started them.
@@ -47,7 +48,12 @@ _OPTIONAL = (
 
 
 def verify_command(
-    target: str, *, ranks: int = 1, splits: str | None = None, seed: int = 0, json_target: str | None = None
+    target: str,
+    *,
+    ranks: int = 1,
+    splits: str | None = None,
+    seed: int | None = None,
+    json_target: str | None = None,
 ) -> int:
     """Judge the problem at ``target`` and tell the verdict.
 
@@ -55,7 +61,7 @@ def verify_command(
         target: ``module:name`` or ``file.py:name``, a function without arguments.
         ranks: processes to run the window on.
         splits: ``"2+3,1+1+1+1+1"``, or ``None`` for those of the problem, else sampled ones.
-        seed: decides sampled splits and random state, unless the problem has its own.
+        seed: decides sampled splits and random state; ``None`` for that of the problem, else 0.
         json_target: file for the JSON, ``"-"`` for stdout, or ``None``.
 
     Returns:
@@ -67,31 +73,48 @@ def verify_command(
     """
     if ranks < 1:
         raise UsageError(f"--ranks {ranks} is not a number of processes; give 1 or more")
+    # The command line's 0 is its default, and so no choice against the problem's own seed.
+    seed = seed or None
+    if seed is not None:
+        check_seed(seed)
     running = int(os.environ.get("WORLD_SIZE", "1"))
     if running > 1:
-        return _on_this_rank(target, splits=splits, seed=seed, json_target=json_target)
+        with _prints_beside(json_target):
+            verdict = _on_this_rank(target, splits=splits, seed=seed)
+        speaks = int(os.environ["RANK"]) == 0 and _HAND_BACK not in os.environ
+        if not speaks:  # to torchrun anything but 0 from a rank that hands back would be a crash
+            return 0 if _HAND_BACK in os.environ else int(not verdict["equal"])
+        return _tell(verdict, target, json_target)
     chosen = None if splits is None else parse_splits(splits)
     if ranks > 1:
         verdict = _on_ranks(target, ranks=ranks, splits=splits, seed=seed)
     else:
-        verdict = judge(target, splits=chosen, seed=seed)
+        with _prints_beside(json_target):
+            verdict = judge(target, splits=chosen, seed=seed)
     return _tell(verdict, target, json_target)
 
 
-def judge(target: str, *, splits: list[list[int]] | None, seed: int) -> dict[str, Any]:
+def _prints_beside(json_target: str | None) -> AbstractContextManager[Any]:
+    """While the user's code runs: what it prints goes where the words go, never among the JSON."""
+    return redirect_stdout(text_stream(json_target))
+
+
+def judge(target: str, *, splits: list[list[int]] | None, seed: int | None) -> dict[str, Any]:
     """Load the problem, run :func:`wholebatch.verify.verify_window` and return the verdict's JSON keys.
 
     Args:
         target: as for :func:`verify_command`.
         splits: sizes in samples; ``None`` for the problem's own, else sampled ones.
-        seed: from which the problem is built and the splits are sampled, unless it has its own.
+        seed: from which the problem is built and the splits are sampled; ``None`` for 0 and its own.
 
     Returns:
         The keys of ``wholebatch verify --json``.
     """
-    with seeded(seed):  # every rank builds the same model and batch, also where nobody seeds them
-        problem = load_problem(target)
-    options = {"seed": seed, **{key: problem[key] for key in _OPTIONAL if key in problem}}
+    with seeded(seed or 0):  # every rank builds the same model and batch, also where nobody seeds them
+        problem = together(lambda: load_problem(target))
+    options = {key: problem[key] for key in _OPTIONAL if key in problem}
+    if seed is not None:
+        options["seed"] = seed
     if splits is not None:
         options["splits"] = splits
     found = verify_window(problem["model"], problem["loss_fn"], problem["batch"], **options)
@@ -230,7 +253,7 @@ def _parts(found: Any, target: str) -> dict[str, Any]:
 # Several ranks --------------------------------------------------------------------------------------
 
 
-def _on_ranks(target: str, *, ranks: int, splits: str | None, seed: int) -> dict[str, Any]:
+def _on_ranks(target: str, *, ranks: int, splits: str | None, seed: int | None) -> dict[str, Any]:
     """Start this command again on N processes, and read back what their first rank found."""
     with tempfile.TemporaryDirectory(prefix="verdict-") as folder:
         answer = Path(folder) / "verdict.json"
@@ -242,9 +265,8 @@ def _on_ranks(target: str, *, ranks: int, splits: str | None, seed: int) -> dict
             "wholebatch",
             "verify",
             target,
-            "--seed",
-            str(seed),
         ]
+        command += [] if seed is None else ["--seed", str(seed)]
         command += [] if splits is None else ["--splits", splits]
         threads = str(max(1, (os.cpu_count() or 1) // ranks))
         environment = {"OMP_NUM_THREADS": threads, **os.environ, _HAND_BACK: str(answer)}
@@ -269,10 +291,9 @@ def _on_ranks(target: str, *, ranks: int, splits: str | None, seed: int) -> dict
     return told
 
 
-def _on_this_rank(target: str, *, splits: str | None, seed: int, json_target: str | None) -> int:
-    """Judge as one rank of a job that torchrun started; its first rank alone speaks."""
+def _on_this_rank(target: str, *, splits: str | None, seed: int | None) -> dict[str, Any]:
+    """Judge as one rank of a job that torchrun started, and hand back where that is asked for."""
     answer = os.environ.get(_HAND_BACK)
-    speaks = int(os.environ["RANK"]) == 0
     try:
         verdict = _in_process_group(
             lambda: judge(target, splits=None if splits is None else parse_splits(splits), seed=seed)
@@ -281,11 +302,9 @@ def _on_this_rank(target: str, *, splits: str | None, seed: int, json_target: st
         if answer is None:
             raise
         verdict = {"error": str(error), "exit_code": error.exit_code}
-    if answer is not None:
-        if speaks:
-            Path(answer).write_text(json.dumps(verdict, allow_nan=False), encoding="utf-8")
-        return 0  # anything else would make torchrun report a crash
-    return _tell(verdict, target, json_target) if speaks else int(not verdict["equal"])
+    if answer is not None and int(os.environ["RANK"]) == 0:
+        Path(answer).write_text(json.dumps(verdict, allow_nan=False), encoding="utf-8")
+    return verdict
 
 
 def _in_process_group(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from wholebatch.closeness import (
     unit_roundoff,
     worst_first,
 )
-from wholebatch.errors import CountMismatchError, JudgeError, UpdateError
+from wholebatch.errors import CountMismatchError, JudgeError
 from wholebatch.oracle import OracleUpdate, private_copy, trainable
 from wholebatch.verify.plain import PlainSum, plain_sum
-from wholebatch.verify.trial import Problem, WindowRun, dtype_name, gathered, run_whole, run_window, seeded
+from wholebatch.verify.together import failures_told, gathered, in_words, together
+from wholebatch.verify.trial import Problem, WindowRun, dtype_name, run_whole, run_window, seeded
 from wholebatch.verify.verification import Rounding, SplitResult
-from wholebatch.verify.whereabouts import told
 
 # Roundings of one element in the longest first update of torch.optim, AdamW's: 3 for decay and step, 2
 # for each moment, 6 for the bias corrections, root, quotient. Twice, for window and oracle both round.
@@ -41,7 +41,6 @@ class Tried:
     plain: PlainSum
     result: SplitResult
     run: WindowRun | None = None
-    count_mismatch: bool = False
 
 
 def try_split(
@@ -63,32 +62,33 @@ def try_split(
         The worst over all ranks, and this rank's runs.
 
     Raises:
-        JudgeError: the window, or loss_fn inside it, failed on some rank; on every rank.
+        JudgeError: the window refused for another reason than its counts, or loss_fn failed inside it, on
+            some rank; told on every rank.
 
     Exactness: errors are measured; bounds are those of :mod:`wholebatch.closeness`.
     """
     result = SplitResult(micro_batch_samples=sizes, equal=False, worst=None)
     tried = Tried(sizes=sizes, plain=plain, result=result)
-    failure: str | None = None
+    failure: Exception | None = None
     try:
         tried.run = _window(problem, parts, plain)
-        errors = worst_first(_compare(problem, whole, plain, tried.run, parts))
-    except (UpdateError, JudgeError) as refusal:
-        tried.count_mismatch = isinstance(refusal, CountMismatchError)
-        tried.result = replace(result, refused=str(refusal))
     except Exception as error:
-        failure = told(error)
-    else:
-        bound = problem.margin(len(sizes)) * plain.scale
-        factor = None if errors[0].within else factor_of(tried.run.gradients, whole.gradients, bound)
-        tried.result = replace(result, equal=errors[0].within, worst=errors[0], factor=factor)
-    failures = [found for found in gathered(failure) if found is not None]
-    if failures:
-        raise JudgeError(f"the window failed on micro-batches of {list(sizes)} samples with {failures[0]}")
+        failure = error
+    mismatches = gathered(str(failure) if isinstance(failure, CountMismatchError) else None)
+    failures = gathered(None if failure is None else in_words(failure))
+    if any(mismatches):
+        tried.result = replace(result, refused=next(filter(None, mismatches)))
+        return tried
+    if any(failures):
+        what = f"the window fails on micro-batches of {list(sizes)} samples"
+        raise JudgeError(f"{what}: {failures_told(failures)}") from failure
+    assert tried.run is not None
+    errors = worst_first(_compare(problem, whole, plain, tried.run, parts))
+    bound = problem.margin(len(sizes)) * plain.scale
+    factor = None if errors[0].within else factor_of(tried.run.gradients, whole.gradients, bound)
     # Every rank measured its own copy; the worst of them speaks for all.
-    results = gathered(tried.result)
-    tried.result = min(results, key=lambda one: (one.equal, one.refused is None, -ratio_of(one)))
-    tried.count_mismatch = any(gathered(tried.count_mismatch))
+    results = gathered(replace(result, equal=errors[0].within, worst=errors[0], factor=factor))
+    tried.result = min(results, key=lambda one: (one.equal, -ratio_of(one)))
     return tried
 
 
@@ -113,6 +113,10 @@ def amplification(problem: Problem, whole: OracleUpdate, scale: float) -> float:
 
     Exactness: an estimate from one draw of signs.
     """
+    return float(max(gathered(together(lambda: _amplification(problem, whole, scale)))))
+
+
+def _amplification(problem: Problem, whole: OracleUpdate, scale: float) -> float:
     found = 1.0
     for tremor in _TREMORS:
         with RoundingTremor(tremor, problem.seed):
@@ -121,7 +125,7 @@ def amplification(problem: Problem, whole: OracleUpdate, scale: float) -> float:
         found = max(1.0, shift / (tremor * scale)) if scale > 0.0 else 1.0
         if shift <= _STILL_LINEAR * scale:
             break
-    return float(max(gathered(found)))
+    return found
 
 
 def factor_of(split: Mapping[str, Tensor], whole: Mapping[str, Tensor], tolerance: float) -> float | None:
@@ -189,10 +193,10 @@ def _compare(
             elements=sum(gradient.numel() for gradient in whole.gradients.values()),
             largest=max(magnitude(whole.gradients).values()),
         )
-        whole = run_whole(problem, clipped=True)
-        run = _window(problem, parts, plain, clipped=True)
+        whole = together(lambda: run_whole(problem, clipped=True))
+        run = together(lambda: _window(problem, parts, plain, clipped=True))
         yield from _gradient_errors(run, whole, bound, quantity="clipped gradient")
-    yield from _parameter_errors(problem, whole, run, bound)
+    yield from together(lambda: list(_parameter_errors(problem, whole, run, bound)))
 
 
 def _gradient_errors(
@@ -266,9 +270,9 @@ def judge_rounding(problem: Problem, truth: OracleUpdate, tried: Tried) -> Round
 
     Exactness: errors are measured against float64.
     """
-    parts = problem.cut(tried.sizes)
-    whole = distance(run_whole(problem).gradients, truth.gradients)
-    run = _window(problem, parts, tried.plain, count_ahead=True)
+    parts = together(lambda: problem.cut(tried.sizes))
+    whole = distance(together(lambda: run_whole(problem)).gradients, truth.gradients)
+    run = together(lambda: _window(problem, parts, tried.plain, count_ahead=True))
     window = distance(run.gradients, truth.gradients)
     worst = worst_first(_rounding_errors(problem, truth, window, whole, tried))[0]
     cured: bool | None = None
@@ -328,11 +332,11 @@ def equal_when_replayed(problem: Problem, tried: Tried) -> bool:
     assert tried.run is not None
     by_rank = gathered(tried.run.states)
     ranks = len(by_rank)
-    parts = problem.cut(tried.sizes)
-    if sum(map(len, by_rank)) != len(parts):
+    num_parts = len(tried.sizes)
+    if sum(map(len, by_rank)) != num_parts:
         return False
-    states = [by_rank[index % ranks][index // ranks] for index in range(len(parts))]
-    plain = plain_sum(problem, parts, states=states)
-    bound = problem.margin(len(parts)) * plain.scale
+    states = [by_rank[index % ranks][index // ranks] for index in range(num_parts)]
+    plain = together(lambda: plain_sum(problem, problem.cut(tried.sizes), states=states))
+    bound = problem.margin(num_parts) * plain.scale
     near = all(error <= bound for error in distance(tried.run.gradients, plain.gradients).values())
     return all(gathered(near))

@@ -24,7 +24,7 @@ micro-batches alone. Where the plain sum equals the whole and the window does no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,30 +174,29 @@ def diagnose(
     problem: Problem,
     sizes: Sequence[int],
     *,
-    random: bool,
+    replayed: bool | None,
     refused: str | None,
-    replayed: Callable[[], bool],
 ) -> Diagnosis:
     """Find why one split differs from the whole batch.
 
     Args:
         problem: what is judged.
         sizes: the micro-batches of the split, in samples.
-        random: what :func:`is_random` said.
+        replayed: where :func:`is_random`: whether the window equals the plain sum under its own random
+            states; else ``None``.
         refused: the message of a window that refused because counts did not match, or ``None``.
-        replayed: tells whether the window equals the plain sum under its own random states.
 
     Returns:
         The cause, what to do, and what was ruled out.
     """
     case = _Case(problem=problem, sizes=sizes, parts=problem.cut(sizes), model=problem.model)
-    return _diagnose_random(case, replayed) if random else _diagnose_determined(case, refused)
+    return _diagnose_determined(case, refused) if replayed is None else _diagnose_random(case, replayed)
 
 
-def _diagnose_random(case: _Case, replayed: Callable[[], bool]) -> Diagnosis:
+def _diagnose_random(case: _Case, replayed: bool) -> Diagnosis:
     """Dropout, unless something else is wrong too once eval mode silences it."""
     problem = case.problem
-    found = Diagnosis(cause="dropout", advice=ADVICE["dropout"], equal_when_replayed=replayed())
+    found = Diagnosis(cause="dropout", advice=ADVICE["dropout"], equal_when_replayed=replayed)
     if is_random(problem, seeds=(problem.seed, problem.seed)):
         return replace(found, cause="unknown", advice=_NOT_REPEATABLE, ruled_out=("global random state",))
     silent = private_copy(problem.model, None).eval()

@@ -35,12 +35,17 @@ from wholebatch.verify.comparison import (
     try_split,
 )
 from wholebatch.verify.diagnosis import ADVICE, Diagnosis, diagnose, is_random, many_seeds
-from wholebatch.verify.plain import checked_splits, cutter, plain_sum, sampled_splits
-from wholebatch.verify.trial import (
-    Problem,
-    dtype_name,
+from wholebatch.verify.plain import PlainSum, checked_splits, cutter, plain_sum, sampled_splits
+from wholebatch.verify.together import (
+    SomeRanksFailedError,
     gathered,
     group_rank_and_size,
+    together,
+)
+from wholebatch.verify.trial import (
+    Problem,
+    check_seed,
+    dtype_name,
     in_widest_dtype,
     run_whole,
     working_dtype,
@@ -103,16 +108,20 @@ def verify_window(
     Raises:
         JudgeError: no verdict could be reached, and why.
         SplitError: ``splits`` do not fit the batch.
-        UsageError: ``ranks`` is not the number of ranks that run.
+        UsageError: ``ranks`` is not the number of ranks that run; ``objective`` is none, or was given with
+            ``coefficients``; ``seed`` is beyond what torch takes.
 
     Exactness: *equal* is a statement about float64 within ``2 n u`` of the total absolute gradient,
         see docs/exactness.md. The model, its gradients, buffers and modes and all random state are
         afterwards what they were, also after an exception.
     """
     with caller_untouched(model):
-        _check_model(model)
+        together(lambda: _check_model(model))
         _check_ranks(ranks)
-        cut, whole, samples = cutter(batch, None if collate is None else kept_running(collate))
+        together(lambda: _check_options(coefficients, objective, seed))
+        cut, whole, samples = together(
+            lambda: cutter(batch, None if collate is None else kept_running(collate))
+        )
         problem = Problem(
             model=model,
             loss_fn=kept_running(loss_fn),
@@ -153,6 +162,22 @@ def _check_model(model: nn.Module) -> None:
         raise JudgeError(no_trainable(model))
 
 
+def _check_options(coefficients: Any, objective: Any, seed: Any) -> None:
+    check_seed(seed)
+    if objective is None:
+        return
+    if coefficients is not None:
+        raise UsageError(
+            f"coefficients={coefficients!r} and objective={objective!r} were both given, and an objective "
+            f"has coefficients of its own; give one of them"
+        )
+    if not (isinstance(getattr(objective, "coefficients", None), Mapping) and hasattr(objective, "count")):
+        raise UsageError(
+            f"objective={objective!r} is no objective: it has no coefficients by term, or no count(batch); "
+            f"give what your window is given, such as token_loss(labels=...)"
+        )
+
+
 def _check_ranks(ranks: int | None) -> None:
     _, running = group_rank_and_size()
     if ranks is not None and ranks != running:
@@ -175,16 +200,15 @@ class _Judge:
     def judge(self, problem: Problem, splits: Sequence[tuple[int, ...]]) -> Verification:
         problem, notes = in_widest_dtype(problem)
         self.notes += notes
-        whole = run_whole(problem)
-        _check_whole(whole)
+        whole = together(lambda: _checked(run_whole(problem)))
         _check_same_on_all_ranks(whole)
         _check_margin(problem, splits)
-        chance = any(gathered(is_random(problem)))
+        chance = any(gathered(together(lambda: is_random(problem))))
         tried = self._try_all(problem, whole, splits)
         if not chance and not all(one.result.equal for one in tried):
             # Before anything is called different: is there noise that comes rarely? Does this model
             # amplify rounding?
-            chance = any(gathered(is_random(problem, seeds=many_seeds(problem))))
+            chance = any(gathered(together(lambda: is_random(problem, seeds=many_seeds(problem)))))
             scale = max(one.plain.scale for one in tried)
             problem = replace(problem, amplification=amplification(problem, whole, scale))
             _check_margin(problem, splits)
@@ -209,9 +233,10 @@ class _Judge:
     def _try(self, problem: Problem, whole: OracleUpdate, sizes: tuple[int, ...]) -> Tried | None:
         """Run one split, or note why it can't be run."""
         try:
-            parts = problem.cut(sizes)
-            plain = plain_sum(problem, parts)
+            parts, plain = together(lambda: _cut_and_summed(problem, sizes))
         except Exception as error:
+            if isinstance(error, SomeRanksFailedError):
+                raise JudgeError(f"micro-batches of {list(sizes)} samples fail {error}") from error
             message = f"micro-batches of {list(sizes)} samples fail with {told(error)}"
             if self.given:
                 raise JudgeError(message) from error
@@ -240,12 +265,9 @@ class _Judge:
         failed = [one for one in tried if not one.result.equal] or list(tried)
         self.notes += [_ZERO.format(sizes=list(one.sizes)) for one in failed if one.plain.scale == 0.0]
         worst = max(failed, key=lambda one: (one.result.refused is None, ratio_of(one.result)))
-        found = diagnose(
-            problem,
-            worst.sizes,
-            random=chance,
-            refused=worst.result.refused if worst.count_mismatch else None,
-            replayed=lambda: equal_when_replayed(problem, worst),
+        replayed = equal_when_replayed(problem, worst) if chance else None
+        found = together(
+            lambda: diagnose(problem, worst.sizes, replayed=replayed, refused=worst.result.refused)
         )
         # Where samples are coupled or noise is drawn, a factor would be an accident.
         constant = found.cause in ("mean_for_sum", "sum_for_mean", "wrong_count", "unknown")
@@ -308,8 +330,10 @@ class _Judge:
         if problem.dtype is None or working_dtype(problem.model) == torch.float64:
             return None, None, good
         try:
-            rounding = judge_rounding(own, whole, finest)
+            rounding = together(lambda: judge_rounding(own, whole, finest))
         except (WholebatchError, RuntimeError) as error:
+            if isinstance(error, SomeRanksFailedError) and not error.everywhere:
+                raise
             self.notes.append(f"rounding in the working dtype was not judged: {error}")
             return None, None, good
         rounding = min(gathered(rounding), key=lambda one: (one.within, -one.worst.ratio))
@@ -319,7 +343,12 @@ class _Judge:
         return rounding, cause, ADVICE[cause].format(dtype=rounding.dtype)
 
 
-def _check_whole(whole: OracleUpdate) -> None:
+def _cut_and_summed(problem: Problem, sizes: Sequence[int]) -> tuple[list[Any], PlainSum]:
+    parts = problem.cut(sizes)
+    return parts, plain_sum(problem, parts)
+
+
+def _checked(whole: OracleUpdate) -> OracleUpdate:
     sizes = magnitude(whole.gradients)
     broken = [name for name, size in sizes.items() if not math.isfinite(size)]
     if broken:
@@ -331,6 +360,7 @@ def _check_whole(whole: OracleUpdate) -> None:
             "every gradient of the whole batch is exactly zero, so any split of it is too; give a batch "
             "from which something is learned"
         )
+    return whole
 
 
 def _check_margin(problem: Problem, splits: Sequence[tuple[int, ...]]) -> None:

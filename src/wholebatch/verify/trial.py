@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,7 +26,7 @@ from wholebatch.closeness import (
     narrower_of,
     reduction_terms,
 )
-from wholebatch.errors import JudgeError, WholebatchError
+from wholebatch.errors import JudgeError, UsageError, WholebatchError
 from wholebatch.oracle import (
     LossFunction,
     MakeOptimizer,
@@ -43,6 +42,7 @@ from wholebatch.oracle import (
 from wholebatch.record import UpdateRecord
 from wholebatch.replay import RandomState
 from wholebatch.split import num_samples
+from wholebatch.verify.together import SomeRanksFailedError, group_rank_and_size, together
 from wholebatch.verify.whereabouts import told
 from wholebatch.verify.wrapping import wrapped_answering
 from wholebatch.window import UpdateWindow
@@ -106,6 +106,16 @@ class WindowRun:
     parameters: dict[str, Tensor]
     states: list[RandomState]
     record: UpdateRecord
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse what torch takes for no seed.
+
+    Raises:
+        UsageError: not a whole number from ``-2**63`` up to, not including, ``2**63``.
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+        raise UsageError(f"seed={seed!r} is no whole number from -2**63 to 2**63 - 1; give one, such as 0")
 
 
 @contextmanager
@@ -189,7 +199,9 @@ def in_widest_dtype(problem: Problem) -> tuple[Problem, list[str]]:
     Exactness: no arithmetic on the user's tensors; copies are run.
     """
     try:
-        narrowest = narrowest_dtype(problem)
+        narrowest = together(lambda: narrowest_dtype(problem))
+    except SomeRanksFailedError as error:
+        raise JudgeError(f"loss_fn failed on the whole batch {error}") from error
     except Exception as wide_error:
         return _in_own_dtype(problem, wide_error)
     if narrowest == torch.float64:
@@ -202,7 +214,7 @@ def in_widest_dtype(problem: Problem) -> tuple[Problem, list[str]]:
 def _in_own_dtype(problem: Problem, wide_error: Exception) -> tuple[Problem, list[str]]:
     own = replace(problem, dtype=None)
     try:
-        terms_of(own, own.whole)
+        together(lambda: terms_of(own, own.whole))
     except JudgeError:
         raise
     except Exception as error:
@@ -315,23 +327,6 @@ def run_window(
         raise JudgeError(f"the window did not apply the update ({record.outcome}): {record.reason}")
     after = {name: parameter.detach() for name, parameter in parameters.items()}
     return WindowRun(gradients=given, parameters=after, states=states, record=record)
-
-
-def group_rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks; ``(0, 1)`` outside a process group."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def gathered(value: Any) -> list[Any]:
-    """``value`` of every rank, in order of rank."""
-    _, ranks = group_rank_and_size()
-    if ranks == 1:
-        return [value]
-    values: list[Any] = [None] * ranks
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _recording(loss_fn: LossFunction, states: list[RandomState]) -> LossFunction:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from wholebatch.errors import JudgeError
 from wholebatch.gradients import copy_gradients
@@ -27,6 +28,12 @@ def caller_untouched(model: nn.Module) -> Iterator[None]:
     """
     if not isinstance(model, nn.Module):
         raise JudgeError(f"model is a {type(model).__name__}, not a torch.nn.Module; nothing can be judged")
+    lazy = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if is_lazy(value)]
+    if lazy:
+        raise JudgeError(
+            f"{', '.join(lazy)} of this {type(model).__name__} have no shape yet; run one forward of the "
+            f"lazy modules first, as the optimizer needs it too"
+        )
     values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     owned = [(parameter, parameter.grad) for parameter in model.parameters()]
     gradients = copy_gradients(model.parameters())

@@ -21,7 +21,7 @@ class SplitResult:
         equal: whether gradients and updated parameters agree within their bounds.
         worst: the worst parameter in units of its bound; ``None`` where the window refused.
         factor: gradient of the split over that of the whole, where this is one number.
-        refused: why the window did not apply the update, or ``None``.
+        refused: how the counts of items did not match, so that the window refused the update; or ``None``.
     """
 
     micro_batch_samples: tuple[int, ...]

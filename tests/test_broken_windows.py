@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from problems import Case, Observed, assert_equal_updates, observed, oracle
 from ranks import run_ranks
 from wholebatch import update as update_module
+from wholebatch.errors import UpdateError
 from wholebatch.finish import Finish
 from wholebatch.ranks.base import Ranks
 from wholebatch.ranks.ddp import DDPRanks
@@ -156,7 +157,12 @@ def run_broken(rank: int, n: int, names: list[str]) -> dict[str, Observed]:
     for name in names:
         options: dict[str, Any] = {"reduction_divisor": 2} if name == "hook_that_sums" else {}
         with BROKEN[name]():
-            found[name] = observed(CASE, rank=rank, wrap=DistributedDataParallel, **options)
+            try:
+                found[name] = observed(CASE, rank=rank, wrap=DistributedDataParallel, **options)
+            except UpdateError:
+                # the window itself notices gradients that differ over ranks, before anybody steps
+                if name != "wrong_micro_batch_reduced":
+                    raise
     return found
 
 
@@ -177,8 +183,10 @@ def test_a_broken_window_on_two_ranks_is_caught() -> None:
     for found in by_rank:
         assert_equal_updates(found["right"], truth, tolerance=TOLERANCE)
     for name in BROKEN:
-        caught = 0
+        caught = sum(name not in found for found in by_rank)
         for found in by_rank:
+            if name not in found:
+                continue
             try:
                 assert_equal_updates(found[name], truth, tolerance=TOLERANCE)
             except AssertionError:

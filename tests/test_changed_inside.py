@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -445,3 +446,53 @@ def test_optimizers_that_would_not_be_exact_are_refused() -> None:
         UpdateWindow(model, one, scheduler=wb.per_update(schedule))
     with pytest.raises(UnsupportedError, match="the model has lazy parameters without a shape"):
         UpdateWindow(nn.LazyLinear(2), one)
+
+
+def test_an_embedding_that_shortens_its_own_weights_is_no_meddling() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 1))
+    window = UpdateWindow(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ids = torch.tensor([0, 1, 2, 3])
+    assert window.run([ids, ids], lambda m, b: (m(b).square().sum(), len(b))).outcome == "applied"
+
+
+def test_a_teacher_inside_the_model_may_keep_itself_in_eval() -> None:
+    class Taught(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student = linear()
+            with torch.inference_mode():
+                self.teacher = linear(1)
+            self.teacher.requires_grad_(False)
+
+        def forward(self, batch: Tensor) -> Tensor:
+            self.teacher.eval()
+            return self.student(batch)
+
+    model = Taught()
+    window = UpdateWindow(model, torch.optim.SGD(model.student.parameters(), lr=0.1))
+    for _ in range(2):
+        model.train()
+        assert window.run([X, X], squares).outcome == "applied"
+
+
+def test_a_kept_update_keeps_no_data_alive() -> None:
+    class Batch(list[int]):
+        """A list that can be watched."""
+
+    model = linear()
+    window = UpdateWindow(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for fails in (False, True):
+        batch = Batch([1, 2])
+        watched = weakref.ref(batch)
+        update = window.update([batch])
+        try:
+            with update:
+                for _ in update:
+                    if fails:
+                        raise KeyError("here")
+                    update.backward(squares(model, X))
+        except KeyError:
+            pass
+        del batch, _
+        assert watched() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from problems import Case, assert_equal_updates, loss_with, observed, oracle
 from ranks import run_ranks
 from wholebatch.losses import next_token_loss
 from wholebatch.plan import plan_batch
+from wholebatch.record import Counters
 from wholebatch.window import UpdateWindow
 
 CASE = Case(counts=[[[5, 2], [3], [0, 4, 1]], [[1, 1], [5], [4, 3, 2]]], clip_grad_norm=0.5)
@@ -487,6 +489,7 @@ def run_different_settings(rank: int, n: int) -> dict[str, Caught]:
         "clip": attempt(clip_grad_norm=1.0 + rank),
         "nonfinite": attempt(on_nonfinite=["skip", "raise"][rank]),
         "state": attempt(state={"provisional_items": 100.0} if rank == 0 else {}),
+        "counters": attempt(state={"counters": {**Counters().state_dict(), "samples": 12 * rank}}),
         "scale": attempt(scaler=torch.amp.GradScaler("cpu", init_scale=[1024.0, 8.0][rank])),
         "same": attempt(clip_grad_norm=1.0, scaler=torch.amp.GradScaler("cpu", init_scale=8.0)),
     }
@@ -565,3 +568,161 @@ def test_buffers_that_the_forward_replaces_are_shared_too() -> None:
     first, second = run_ranks(run_replaced_buffer, 2)
     assert torch.equal(first, second)
     assert torch.allclose(first, torch.full((3,), 0.1))
+
+
+# Found by attacking it ----------------------------------------------------------------------------
+
+
+def run_extra_reduction(rank: int, n: int) -> tuple[Caught, float]:
+    """autograd.grad through DDP spends the one reduction that a static graph has in its first backward."""
+    assert n == 2
+    model = CASE.model()
+    ddp = DistributedDataParallel(model, static_graph=True)
+    objective = next_token_loss()
+    window = UpdateWindow(ddp, torch.optim.SGD(model.parameters(), lr=0.3), objective)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        found = objective(model(batch["input_ids"]), batch)
+        torch.autograd.grad(found.loss_sum, list(model.parameters()), retain_graph=True)
+        return found
+
+    raised = caught(lambda: window.run(CASE.batches()[rank], loss))
+    return raised, distance_over_ranks(model)
+
+
+def test_ranks_never_step_on_different_gradients() -> None:
+    for (kind, message), distance in run_ranks(run_extra_reduction, 2):
+        assert kind == "UpdateError"
+        assert "were not reduced as a whole" in message
+        assert distance == 0
+
+
+def run_late_forwards(rank: int, n: int) -> dict[str, Any]:
+    """Forwards with gradients at odd moments of an update, on one rank only."""
+    assert n == 2
+    objective = next_token_loss()
+
+    def window_of() -> tuple[DistributedDataParallel, UpdateWindow]:
+        ddp = DistributedDataParallel(CASE.model())
+        return ddp, UpdateWindow(ddp, torch.optim.SGD(ddp.parameters(), lr=0.3), objective)
+
+    def after_the_last_backward() -> None:
+        for _ in range(2):
+            with window.update(CASE.batches()[rank]) as update:
+                for batch in update:
+                    update.backward(objective(ddp(batch["input_ids"]), batch))
+                    if rank == 0:
+                        ddp(batch["input_ids"])
+
+    def before_the_loop() -> None:
+        with window.update(CASE.batches()[rank]) as update:
+            if rank == 0:
+                ddp(CASE.batches()[0][0]["input_ids"])
+            for batch in update:
+                update.backward(objective(ddp(batch["input_ids"]), batch))
+
+    ddp, window = window_of()
+    found: dict[str, Any] = {"after": caught(after_the_last_backward)}
+    found["distance"] = distance_over_ranks(ddp)
+    ddp, window = window_of()
+    found["before"] = caught(before_the_loop)
+    found["again"] = caught(lambda: window.run(CASE.batches()[rank], loss_with(objective)))
+    return found
+
+
+def test_forwards_at_odd_moments_of_an_update() -> None:
+    first, second = run_ranks(run_late_forwards, 2)
+    for found in (first, second):
+        assert found["after"] == found["again"] == ("nothing", "")
+        assert found["distance"] == 0
+    assert "between the start of this update and its loop" in first["before"][1]
+    assert second["before"][0] == "OtherRankFailedError"
+
+
+def run_own_backward(rank: int, n: int) -> tuple[Caught, Caught]:
+    """A warm-up of the user's own leaves a rebuild of the buckets for the next forward; then one fails."""
+    assert n == 2
+    model = CASE.model()
+    ddp = DistributedDataParallel(model)
+    objective = next_token_loss()
+    window = UpdateWindow(ddp, torch.optim.SGD(model.parameters(), lr=0.3), objective)
+    loss_with(objective)(ddp, CASE.batches()[rank][0]).loss_sum.backward()
+    model.zero_grad()
+
+    def fails(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        if rank == 1:
+            raise RuntimeError("here")
+        return loss_with(objective)(model, batch)
+
+    raised = caught(lambda: window.run(CASE.batches()[rank], fails))
+    return raised, caught(lambda: window.run(CASE.batches()[rank], loss_with(objective)))
+
+
+def test_a_backward_of_the_users_own_and_then_a_failure() -> None:
+    first, second = run_ranks(run_own_backward, 2)
+    assert first[0][0] == "OtherRankFailedError"
+    assert second[0] == ("RuntimeError", "here")
+    assert first[1] == second[1] == ("nothing", "")
+
+
+def run_two_forwards(rank: int, n: int) -> tuple[Caught, Caught]:
+    """Two forwards in a turn of a model with buffers, and a failure between them."""
+    assert n == 2
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    window = UpdateWindow(DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1))
+    fails = [rank == 1]
+
+    def loss(model: nn.Module, batch: Tensor) -> Any:
+        first = model(batch)
+        if fails and fails.pop():
+            raise RuntimeError("here")
+        return (first - model(batch * 2)).square().sum(), len(batch)
+
+    batches = [torch.randn(4, 3)]
+    return caught(lambda: window.run(batches, loss)), caught(lambda: window.run(batches, loss))
+
+
+def test_a_second_forward_in_a_turn_broadcasts_nothing() -> None:
+    first, second = run_ranks(run_two_forwards, 2)
+    assert first[0][0] == "OtherRankFailedError"
+    assert second[0] == ("RuntimeError", "here")
+    assert first[1] == second[1] == ("nothing", "")
+
+
+def run_unused_after_a_tail(rank: int, n: int) -> tuple[Caught, float]:
+    """A tail that one rank has no part in, then an update that does not use one layer."""
+    assert n == 2
+    model = TwoRoads()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    window = UpdateWindow(ddp, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = torch.ones(1, 3, dtype=torch.float64) + rank
+
+    def run(batches: list[Any]) -> None:
+        window.run(batches, lambda m, b: (m(*b).square().sum(), 1))
+
+    def all_three() -> None:
+        run([(inputs, True)])
+        run([(inputs, True)] if rank == 0 else [])
+        run([(inputs, False), (inputs, False)])
+
+    return caught(all_three), distance_over_ranks(model)
+
+
+def test_a_tail_reduced_at_the_end_leaves_no_marks() -> None:
+    assert run_ranks(run_unused_after_a_tail, 2) == [(("nothing", ""), 0.0)] * 2
+
+
+def run_many_windows(rank: int, n: int) -> tuple[int, int]:
+    assert rank < n
+    ddp = DistributedDataParallel(CASE.model())
+    groups = []
+    for _ in range(5):
+        UpdateWindow(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+    gc.collect()
+    return groups[-1] - groups[0], len(ddp._forward_pre_hooks)
+
+
+def test_many_windows_over_one_model_share_a_group_and_leave_no_hooks() -> None:
+    assert run_ranks(run_many_windows, 2) == [(0, 0)] * 2

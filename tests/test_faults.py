@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from problems import Case, oracle
 from ranks import run_ranks
+from wholebatch.finish import Finish
 from wholebatch.losses import next_token_loss
 from wholebatch.plan import plan_batch
 from wholebatch.ranks.agreement import PendingExchange
@@ -325,20 +327,18 @@ def test_an_interrupt_after_the_others_went_on_poisons(doing: str, reduce: str) 
     assert second[-1][0] == "PoisonedWindowError"
 
 
-def run_rate_failure(rank: int, n: int) -> Any:
+def run_finish_failure(rank: int, n: int) -> Any:
     """What can fail in the finish fails before the vote, so that nobody steps."""
     assert n == 2
     worker = Worker(rank)
-    rate = worker.optimizer.param_groups[0]["lr"]
-    if rank == 0:
-        worker.optimizer.param_groups[0]["lr"] = None
-    raised = worker.attempt(worker.loss)
-    worker.optimizer.param_groups[0]["lr"] = rate
+    fails = mock.patch.object(Finish, "read", side_effect=TypeError("in the finish"))
+    with fails if rank == 0 else nullcontext():
+        raised = worker.attempt(worker.loss)
     return raised, worker.untouched(), worker.attempt(worker.loss), worker.distance()
 
 
 def test_a_failure_in_the_finish_before_the_vote_is_rolled_back_everywhere() -> None:
-    first, second = run_ranks(run_rate_failure, 2)
+    first, second = run_ranks(run_finish_failure, 2)
     assert first[0][0] == "TypeError"
     assert second[0][0] == "OtherRankFailedError"
     for _, untouched, again, distance in (first, second):

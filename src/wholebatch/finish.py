@@ -212,6 +212,11 @@ class Finish:
         rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
         return [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]
 
+    def settings(self) -> str:
+        """What must be the same on every rank and may change between updates, in words."""
+        rates = [rate for rate in self.rate_marks() if isinstance(rate, float)]
+        return f"learning rates {rates}, loss scale {self.loss_scale()}"
+
     def learning_rates(self) -> list[float]:
         """The learning rate of each parameter group, in order."""
         return [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]

@@ -18,10 +18,12 @@ class Result:
         nonfinite: whether the reduced gradient is NaN or infinite somewhere.
         losses: for each micro-batch and term, its summed loss.
         items: for each micro-batch and term, the items that the loss summed.
+        norm: Euclidean norm of the reduced gradient.
         peak_memory_bytes: of this process; 0 where unknown.
     """
 
     nonfinite: bool
+    norm: float
     losses: tuple[tuple[float, ...], ...]
     items: tuple[tuple[float, ...], ...]
     peak_memory_bytes: int
@@ -33,6 +35,8 @@ class Result:
         bad[rank], peaks[rank] = float(self._bad_micro_batch()), float(self.peak_memory_bytes)
         return [
             float(self.nonfinite or self._bad_micro_batch() != 0),
+            norm := 0.0 if self.nonfinite else self.norm,
+            norm**2,
             *(sum(row[term] for row in self.losses) for term in range(num_terms)),
             *(sum(row[term] for row in self.items) for term in range(num_terms)),
             *bad,
@@ -57,10 +61,12 @@ class GlobalResult:
         nonfinite: the gradient, or some loss, on any replica.
         losses, items: by term, summed over all micro-batches and replicas.
         bad: by replica, as ``Result._bad_micro_batch``.
+        same_gradient: whether every replica holds a gradient of the same norm, as a reduced one has.
         peak_memory_bytes: by replica; ``None`` where unknown.
     """
 
     nonfinite: bool
+    same_gradient: bool
     losses: tuple[float, ...]
     items: tuple[float, ...]
     bad: tuple[int, ...]
@@ -69,11 +75,13 @@ class GlobalResult:
     @classmethod
     def from_sums(cls, sums: Sequence[float], *, num_replicas: int, num_terms: int) -> GlobalResult:
         """Read payloads that were added up over ``num_replicas``."""
-        nonfinite, *rest = sums
+        nonfinite, norm, square, *rest = sums
         by_term, by_replica = rest[: 2 * num_terms], rest[2 * num_terms :]
         peaks = [round(peak) for peak in by_replica[num_replicas:]]
         return cls(
             nonfinite=nonfinite > 0,
+            # other kernels on other machines may round the norm differently, and no more than that
+            same_gradient=nonfinite > 0 or num_replicas * square - norm**2 <= 1e-8 * norm**2,
             losses=tuple(by_term[:num_terms]),
             items=tuple(by_term[num_terms:]),
             bad=tuple(round(number) for number in by_replica[:num_replicas]),
@@ -95,7 +103,7 @@ class GlobalResult:
 
 def result_size(num_replicas: int, num_terms: int) -> int:
     """Numbers in a payload."""
-    return 1 + 2 * num_terms + 2 * num_replicas
+    return 3 + 2 * num_terms + 2 * num_replicas
 
 
 def losses_by_term(

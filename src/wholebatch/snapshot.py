@@ -71,7 +71,8 @@ class Snapshot:
         clear_gradients(stale)
         own = {id(parameter) for parameter in parameters}
         others = (parameter for parameter in self._model.parameters() if id(parameter) not in own)
-        self._watched = [*parameters, *others]
+        renormed = {id(weight) for weight in _renormed_weights(self._model)}
+        self._watched = [p for p in (*parameters, *others) if id(p) not in renormed]
         self._states = _states(self._watched)
         self._modes = {module: module.training for module in self._model.modules()}
         self.mark_gradients()
@@ -92,8 +93,10 @@ class Snapshot:
             if before != now:
                 how = "written" if before[0] != now[0] else "frozen or unfrozen"
                 return f"the parameter {self._name(parameter)} was {how}"
-        if any(module.training != training for module, training in self._modes.items()):
-            return "the model was switched between train() and eval()"
+        # Only as a whole: a model may itself keep a part in eval, in its forward.
+        for module in (self._model, getattr(self._model, "module", None)):
+            if isinstance(module, nn.Module) and module.training != self._modes[module]:
+                return "the model was switched between train() and eval()"
         return None
 
     def add_included(self) -> None:
@@ -143,4 +146,13 @@ class Snapshot:
 
 
 def _states(parameters: Sequence[nn.Parameter]) -> list[tuple[int, bool]]:
-    return [(parameter._version, parameter.requires_grad) for parameter in parameters]
+    return [(0 if p.is_inference() else p._version, p.requires_grad) for p in parameters]
+
+
+def _renormed_weights(model: nn.Module) -> list[Tensor]:
+    """Weights that a forward shortens to a largest norm. Once or twice comes to the same."""
+    return [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    ]

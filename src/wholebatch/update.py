@@ -149,6 +149,10 @@ class Update:
         window.ranks.check_parameters(finish.parameters)
         window.snapshot.take(finish.parameters)
         self._loss_scale, self._scale_mark = finish.loss_scale(), finish.scale_mark()
+        self._settings = (
+            f"{window.settings}, {finish.settings()}, counters {self._counters_before}, provisional "
+            f"denominator {window.provisional_items}"
+        )
         self._rate_marks = finish.rate_marks()
         self._held = _micro_batches(self._batches, window.plan)
         self._ahead = tally(
@@ -157,7 +161,7 @@ class Update:
             count_samples=window.count_samples,
             sample_ids=self._sample_ids,
             counted=self._counting_pass(),
-            settings=fingerprint(window.settings, window.provisional_items, self._loss_scale),
+            settings=fingerprint(self._settings),
             needs_reset=window.ranks.needs_reset,
         )
         self._pending = window.agreement.exchange(
@@ -191,8 +195,7 @@ class Update:
             raise WindowUsageError("an update needs at least one micro-batch on some rank; got none")
         if not total.same_settings:
             raise WindowUsageError(
-                f"the ranks do not have the same settings; this one has {window.settings}, the provisional "
-                f"denominator {window.provisional_items} and the loss scale {self._loss_scale}. Build the "
+                f"the ranks do not have the same settings; this one has {self._settings}. Build the "
                 f"window and load its state alike on every rank"
             )
         plan = window.plan
@@ -237,9 +240,14 @@ class Update:
 
     def _loop(self) -> Generator[Any]:
         ranks = self._window.ranks
+        if ranks.needs_reset and not self._ahead.needs_reset:
+            raise WindowUsageError(
+                "a forward of the DDP model with gradients ran between the start of this update and its "
+                "loop, and would reduce early; run it inside the loop, before the update, or under no_grad"
+            )
         for index, batch in enumerate(self._held):
             last = index == len(self._held) - 1
-            if last or ranks.warming_up:
+            if last or ranks.warming_up or ranks.needs_reset:
                 self._settle()  # a forward that may reduce must know whether it will
             with ranks.micro_batch(last=last):
                 self._turn, self._waits_for_backward = index, True
@@ -390,6 +398,7 @@ class Update:
         rows = [tuple(reading.values[n * terms : (n + 1) * terms]) for n in range(2 * held)]
         result = Result(
             nonfinite=not math.isfinite(reading.norm),
+            norm=reading.norm,
             losses=tuple(rows[:held]),
             items=tuple(rows[held:]),
             peak_memory_bytes=peak_memory_bytes() or 0,
@@ -405,7 +414,16 @@ class Update:
             sums = self._wait_for_all(pending)
         except OtherRankFailedError as other:
             raise problem or other from None
-        return reading.norm, GlobalResult.from_sums(sums, num_replicas=ranks.num_replicas, num_terms=terms)
+        total = GlobalResult.from_sums(sums, num_replicas=ranks.num_replicas, num_terms=terms)
+        if not total.same_gradient:
+            self._irrevocable = False  # every rank raises this
+            raise UpdateError(
+                f"rank {ranks.rank} holds a gradient of norm {reading.norm:.6g} and another rank another "
+                f"one: they were not reduced as a whole. Something ran the engine's reduction beside the "
+                f"window, such as torch.autograd.grad in the first update of DDP(static_graph=True). "
+                f"Everything was rolled back"
+            )
+        return reading.norm, total
 
     def _problem(self, result: Result) -> UpdateError | None:
         """Why this rank can't commit, if so."""
@@ -491,13 +509,14 @@ class Update:
             peak_memory_bytes=result.peak_memory_bytes,
         )
         window.open_update = None
-        self._held = []  # a kept update keeps no data alive
+        self._held, self._batches = [], ()  # a kept update keeps no data alive
         self._irrevocable = False
 
     def _end_without_commit(self, error: BaseException) -> None:
         """Put everything back and tell the other ranks; or, where that is too late, poison."""
         window = self._window
         window.open_update = None
+        self._held, self._batches = [], ()
         if self._irrevocable or isinstance(error, PoisonedWindowError):
             self._poison(error)
             return

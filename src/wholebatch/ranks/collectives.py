@@ -6,6 +6,7 @@ flat buckets on the model's own group.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,16 +30,26 @@ class HostTotal:
         return [float(value) for value in self.vector.tolist()]
 
 
+# One for each group of a model, however many windows are built over it: a group holds threads and sockets.
+_APART: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
+_APART = weakref.WeakKeyDictionary()
+
+
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks for small vectors on the host, apart from all other traffic.
 
     Apart, because a rank that fails answers its exchange here while others may be inside a
     collective of the model's own group.
     """
+    made = _APART.get(group)
+    known = made() if made is not None else None
+    if known is not None:
+        return known
     ranks = dist.get_process_group_ranks(group)
     apart: dist.ProcessGroup = dist.new_group(
         ranks, backend="gloo", timeout=_timeout(group), use_local_synchronization=True
     )
+    _APART[group] = weakref.ref(apart)
     return apart
 
 

@@ -73,13 +73,15 @@ class DDPRanks(Ranks):
         self._found = (True, True)
         self._before: list[tuple[int, int]] = []
         self._forwarded = False  # a forward of the open micro-batch ran with the reduction on
+        self._in_scope = False
         self._reduced = _trainable(model)
         self._refuse_modes()
         # Weakly, as torch owns its groups: a group that outlives destroy_process_group() can abort the
         # process at its exit. The hook below is weak for the same reason: it would keep the model.
         self._host_group = weakref.ref(host_group(model.process_group))
         model.reducer._rebuild_buckets()  # pending where the model was trained before
-        model.register_forward_pre_hook(_weakly(self._note_forward))
+        hook = model.register_forward_pre_hook(_weakly(self._note_forward))
+        weakref.finalize(self, hook.remove)
 
     def total(self, vector: Sequence[float]) -> HostTotal:
         group = self._host_group()
@@ -126,12 +128,11 @@ class DDPRanks(Ranks):
         self.synchronises = (last or self.warming_up) and not self.reduces_at_the_end
         model.require_backward_grad_sync = self.synchronises
         model.require_forward_param_sync = False
-        self._forwarded = False
-        stray, self.needs_reset = self.needs_reset, False
+        self._forwarded, self._in_scope = False, True
         try:
             yield
         finally:
-            self.needs_reset = stray
+            self._in_scope = False
             model.require_backward_grad_sync, model.require_forward_param_sync = self._found
             self.synchronises = False
 
@@ -151,6 +152,7 @@ class DDPRanks(Ranks):
         super().backward(loss)
         self.reductions += 1
         self._check_reduced()
+        self.needs_reset = False  # nothing is armed now; a forward after this arms it again
         self._model.reducer._rebuild_buckets()
         self.warming_up = False
 
@@ -176,12 +178,16 @@ class DDPRanks(Ranks):
     def end(self, *, committed: bool) -> None:
         model = self._model
         model.require_backward_grad_sync, model.require_forward_param_sync = self._found
-        if not committed:
+        # A window that was held back as a whole leaves marks of what it used, as a rolled back one does.
+        fell_back = self.reduces_at_the_end and not self._always_after
+        if not committed or fell_back:
             model.reducer._reset_state()
             self.needs_reset = False
 
     def _note_forward(self, *_: Any) -> None:
         """Runs before each forward of the DDP model, inside the window and outside."""
+        if self._in_scope:
+            self._model.require_forward_param_sync = False  # a second forward would broadcast buffers
         if torch.is_grad_enabled() and self._model.require_backward_grad_sync:
             self._forwarded = self.needs_reset = True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 
 import numpy as np
 import pytest
@@ -36,6 +36,24 @@ def test_every_structure_is_cut_along_its_samples() -> None:
     assert second["rate"] == 0.5
     assert [part.tolist() for part in split_batch(torch.arange(3), [1, 2])] == [[0], [1, 2]]
     assert split_batch([1, 2, 3], [3]) == [[1, 2, 3]]
+
+
+def test_a_dict_of_another_class_keeps_it_where_it_is_made_of_a_dict() -> None:
+    class Kept(OrderedDict[str, torch.Tensor]):
+        pass
+
+    class Doubling(dict[str, torch.Tensor]):
+        def __init__(self, parts: dict[str, torch.Tensor]) -> None:
+            super().__init__({name: part + 1 for name, part in parts.items()})
+
+    x = torch.arange(4)
+    first, second = split_batch(Kept(x=x), [1, 3])
+    assert isinstance(first, Kept)
+    assert second["x"].tolist() == [1, 2, 3]
+    for odd in (defaultdict(list, x=x), Doubling({"x": x - 1})):
+        first, _ = split_batch(odd, [1, 3])
+        assert type(first) is dict
+        assert first["x"].tolist() == [0]
 
 
 def test_a_list_of_tensors_is_what_default_collation_makes_of_pairs() -> None:

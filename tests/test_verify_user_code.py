@@ -168,6 +168,46 @@ def test_a_loss_that_adds_nothing_per_call_gets_no_advice_on_a_penalty() -> None
     assert same_amount_per_call(added, 1e-9) == pytest.approx(amount)
 
 
+# Batches of a class of their own -----------------------------------------------------------------------
+
+
+class Attributes(dict[str, Tensor]):
+    """A dict whose entries are attributes too."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self[name]
+
+
+class Record:
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+
+def by_attribute(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    return summed(
+        model, {"x": batch.x.double() if model[0].weight.dtype == torch.float64 else batch.x, "y": batch.y}
+    )
+
+
+def test_a_dict_with_attributes_stays_one() -> None:
+    assert verify_window(mlp(), by_attribute, Attributes(data())).equal
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_collate_may_make_a_class_of_its_own(several: bool) -> None:
+    whole = data()
+    samples = list(zip(whole["x"], whole["y"], strict=True))
+
+    def terms(model: nn.Module, batch: Any) -> Any:
+        one = by_attribute(model, batch)
+        return {"a": one, "b": one} if several else one
+
+    found = verify_window(
+        mlp(), terms, samples, collate=lambda some: Record(*map(torch.stack, zip(*some, strict=True)))
+    )
+    assert (found.equal, found.num_samples) == (True, 8)
+
+
 # A refusal of the window, and options that do not fit -------------------------------------------------
 
 

@@ -71,7 +71,7 @@ def try_split(
     tried = Tried(sizes=sizes, plain=plain, result=result)
     failure: Exception | None = None
     try:
-        tried.run = _window(problem, parts, plain)
+        tried.run = _window(problem, parts, plain, sizes)
     except Exception as error:
         failure = error
     mismatches = gathered(str(failure) if isinstance(failure, CountMismatchError) else None)
@@ -83,7 +83,7 @@ def try_split(
         what = f"the window fails on micro-batches of {list(sizes)} samples"
         raise JudgeError(f"{what}: {failures_told(failures)}") from failure
     assert tried.run is not None
-    errors = worst_first(_compare(problem, whole, plain, tried.run, parts))
+    errors = worst_first(_compare(problem, whole, plain, tried.run, parts, sizes))
     bound = problem.margin(len(sizes)) * plain.scale
     factor = None if errors[0].within else factor_of(tried.run.gradients, whole.gradients, bound)
     # Every rank measured its own copy; the worst of them speaks for all.
@@ -165,6 +165,7 @@ def _window(
     problem: Problem,
     parts: Sequence[Any],
     plain: PlainSum,
+    sizes: Sequence[int],
     *,
     clipped: bool = False,
     count_ahead: bool = False,
@@ -173,6 +174,7 @@ def _window(
         problem,
         parts,
         plain.num_items,
+        sizes=sizes,
         clipped=clipped,
         count_ahead=count_ahead,
         find_unused_parameters=not plain.reaches_all,
@@ -180,7 +182,12 @@ def _window(
 
 
 def _compare(
-    problem: Problem, whole: OracleUpdate, plain: PlainSum, run: WindowRun, parts: Sequence[Any]
+    problem: Problem,
+    whole: OracleUpdate,
+    plain: PlainSum,
+    run: WindowRun,
+    parts: Sequence[Any],
+    sizes: Sequence[int],
 ) -> Iterator[ParameterError]:
     bound = problem.margin(len(parts)) * plain.scale
     yield from _gradient_errors(run, whole, bound, quantity="gradient")
@@ -194,7 +201,7 @@ def _compare(
             largest=max(magnitude(whole.gradients).values()),
         )
         whole = together(lambda: run_whole(problem, clipped=True))
-        run = together(lambda: _window(problem, parts, plain, clipped=True))
+        run = together(lambda: _window(problem, parts, plain, sizes, clipped=True))
         yield from _gradient_errors(run, whole, bound, quantity="clipped gradient")
     yield from together(lambda: list(_parameter_errors(problem, whole, run, bound)))
 
@@ -272,7 +279,7 @@ def judge_rounding(problem: Problem, truth: OracleUpdate, tried: Tried) -> Round
     """
     parts = together(lambda: problem.cut(tried.sizes))
     whole = distance(together(lambda: run_whole(problem)).gradients, truth.gradients)
-    run = together(lambda: _window(problem, parts, tried.plain, count_ahead=True))
+    run = together(lambda: _window(problem, parts, tried.plain, tried.sizes, count_ahead=True))
     window = distance(run.gradients, truth.gradients)
     worst = worst_first(_rounding_errors(problem, truth, window, whole, tried))[0]
     cured: bool | None = None

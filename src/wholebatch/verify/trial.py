@@ -41,7 +41,6 @@ from wholebatch.oracle import (
 )
 from wholebatch.record import UpdateRecord
 from wholebatch.replay import RandomState
-from wholebatch.split import num_samples
 from wholebatch.verify.together import SomeRanksFailedError, group_rank_and_size, together
 from wholebatch.verify.whereabouts import told
 from wholebatch.verify.wrapping import wrapped_answering
@@ -61,7 +60,8 @@ class Problem:
         clip_grad_norm: or ``None``.
         coefficients: ``c_k`` by term, or ``None`` for 1.
         objective: counts items ahead, or ``None``.
-        collated: whether the user's collate made ``whole`` and makes each micro-batch.
+        collated: whether the user's collate made ``whole`` and makes each micro-batch, in a class of its
+            own perhaps, whose samples only the split knows.
         seed: where random state starts in each run.
         dtype: what the runs compute in: float64, or ``None`` for the model as it is.
         judged_in: the narrowest dtype that the forward goes through.
@@ -274,6 +274,7 @@ def run_window(
     parts: Sequence[Any],
     num_items: Sequence[Mapping[str, float]],
     *,
+    sizes: Sequence[int],
     clipped: bool = False,
     count_ahead: bool = False,
     find_unused_parameters: bool = False,
@@ -287,6 +288,7 @@ def run_window(
         problem: what is judged.
         parts: all micro-batches of the global batch, the same list on every rank.
         num_items: N of each of them by term, for a window over several terms without an objective.
+        sizes: samples of each of them.
         clipped: clip as the problem says; else not at all.
         count_ahead: give the window these numbers of items, where the problem has no objective.
         find_unused_parameters: as DDP has it, for micro-batches that do not reach every parameter.
@@ -312,13 +314,15 @@ def run_window(
         )
         states: list[RandomState] = []
         mine = [batch_in(part, problem.dtype) for part in parts[rank::ranks]]
+        samples = {id(batch): size for batch, size in zip(mine, sizes[rank::ranks], strict=True)}
         wrapped: nn.Module = copied
         if ranks > 1:
             wrapped = wrapped_answering(copied, find_unused_parameters=find_unused_parameters)
         window = UpdateWindow(
             wrapped,
             optimizer,
-            _window_objective(problem, mine, num_items[rank::ranks], count_ahead=count_ahead),
+            _window_objective(problem, mine, num_items[rank::ranks], samples, count_ahead=count_ahead),
+            count_samples=lambda batch: samples[id(batch)],
             clip_grad_norm=problem.clip_grad_norm if clipped else None,
         )
         record = window.run(mine, _recording(problem.loss_fn, states))
@@ -347,7 +351,12 @@ def _handed_over(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -
 
 
 def _window_objective(
-    problem: Problem, mine: Sequence[Any], num_items: Sequence[Mapping[str, float]], *, count_ahead: bool
+    problem: Problem,
+    mine: Sequence[Any],
+    num_items: Sequence[Mapping[str, float]],
+    samples: Mapping[int, int],
+    *,
+    count_ahead: bool,
 ) -> Any:
     """The user's objective; none for one plain term; else the terms as they were counted ahead."""
     if problem.objective is not None:
@@ -357,7 +366,9 @@ def _window_objective(
     if not count_ahead and names <= {"loss"} and given.get("loss", 1.0) == 1.0:
         return None
     items = {id(batch): counted for batch, counted in zip(mine, num_items, strict=True)}
-    return _Counted(coefficients={name: given.get(name, 1.0) for name in names}, items=items)
+    return _Counted(
+        coefficients={name: given.get(name, 1.0) for name in names}, items=items, samples=samples
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -366,9 +377,10 @@ class _Counted:
 
     coefficients: Mapping[str, float]
     items: Mapping[int, Mapping[str, float]]
+    samples: Mapping[int, int]
 
     def count(self, batch: Any) -> Mapping[str, float]:
         return self.items[id(batch)]
 
     def positions(self, batch: Any) -> int:
-        return num_samples(batch)
+        return self.samples[id(batch)]

@@ -358,6 +358,28 @@ def test_json_never_says_nan(capsys: pytest.CaptureFixture[str]) -> None:
     assert text_stream("file.json") is sys.stdout
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs pipes")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["plan --micro-batch-samples 4", "plan --micro-batch-samples 4 --json -"])
+def test_a_closed_pipe_is_told_and_has_a_code_of_its_own(words: str, unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "wholebatch", *words.split()],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert done.returncode == 141
+    assert done.stderr.endswith("stopped: the output was closed before the end\n")
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
 # Without torch
 
 SCRIPT = """

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -12,9 +15,25 @@ import pytest
 import torch.distributed as dist
 
 from wholebatch.report import output
-from wholebatch.report.output import tell_error
+from wholebatch.report.output import OutputClosedError, OutputConsole, tell_error, write_json
 
 KEY = "wholebatch/error/0"
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, _: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_console_without_a_reader_says_so() -> None:
+    with pytest.raises(OutputClosedError, match="the output was closed before the end"):
+        OutputConsole(file=ClosedPipe()).print("words")
+
+
+def test_json_without_a_reader_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    with pytest.raises(OutputClosedError, match="the output was closed before the end"):
+        write_json({}, "-")
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from wholebatch.record import (
     package_versions,
     padding_share,
     read_run,
+    used_folder,
 )
 
 
@@ -292,10 +293,24 @@ def test_a_run_is_never_written_over_another(finished: Path) -> None:
     assert sorted((p.name, p.read_bytes()) for p in finished.iterdir()) == before
 
 
-def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
+def test_a_file_is_no_place_for_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordError, match="can't be written"):
-        RunLog(tmp_path / "file" / "run", a_header())
+    for folder in (tmp_path / "file", tmp_path / "file" / "runs" / "new"):
+        message = f"run folder {folder} can't be written: {tmp_path / 'file'} is a file, not a folder"
+        assert message in str(used_folder(folder))
+        with pytest.raises(RecordError, match=re.escape(message)):
+            RunLog(folder, a_header())
+    assert used_folder(tmp_path / "some" / "new") is None
+    assert used_folder("new") is None
+
+
+def test_a_folder_that_can_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    with pytest.raises(RecordError, match="can't be written: Permission denied"):
+        RunLog(tmp_path / "run", a_header())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

@@ -22,6 +22,7 @@ from runs import tiny_tables, write_tiny
 from wholebatch.errors import JudgeError, PlanError, RecordError, UsageError
 from wholebatch.objective import counted_loss
 from wholebatch.record import Evaluation, UpdateRecord, read_run
+from wholebatch.report.output import OutputClosedError
 from wholebatch.train.command import train as train_command
 from wholebatch.train.config import TrainConfig, config_from_dict
 from wholebatch.train.data import collate, num_items
@@ -323,6 +324,66 @@ def test_the_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     end = read_run(tmp_path / "run").end
     assert end is not None
     assert end.reason == "interrupted"
+
+
+def terminated(folder: Path, monkeypatch: pytest.MonkeyPatch, *, quick_s: float) -> JobResult:
+    """The result of a job that gets SIGTERM, and what torchrun makes of it a second, in update 1."""
+    monkeypatch.setattr("wholebatch.train.job.QUICK_EVALUATION_S", quick_s)
+    config = tiny(folder)
+    job = with_few_held_out(build_job(config, World()))
+
+    def terminate(record: UpdateRecord) -> None:
+        if record.updates_attempted == 1:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+
+    found = signal.getsignal(signal.SIGTERM)
+    try:
+        return run_job(job, Listener(config, after=terminate))
+    finally:
+        assert signal.getsignal(signal.SIGTERM) is found
+
+
+@pytest.mark.parametrize(("quick_s", "evaluated"), [(1e9, [0, 1]), (0.0, [0])])
+def test_sigterm_ends_after_a_whole_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_s: float, evaluated: list[int]
+) -> None:
+    # Where nobody handles it the signal would end the test run itself.
+    monkeypatch.setattr(signal, "SIGTERM", signal.SIGUSR1)
+    result = terminated(tmp_path / "run", monkeypatch, quick_s=quick_s)
+    assert result == JobResult(exit_code=143, folder=tmp_path / "run")
+    written = read_run(tmp_path / "run")
+    assert len(written.records) == 1
+    assert [e.updates_applied for e in written.evaluations] == evaluated
+    assert written.end is not None
+    assert (written.end.reason, written.end.message) == ("interrupted", "stopped by SIGTERM")
+
+
+def test_a_closed_output_ends_the_run_as_interrupted(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run")
+
+    def close(record: UpdateRecord) -> None:
+        if record.updates_attempted == 2:
+            raise OutputClosedError("the output was closed before the end")
+
+    with pytest.raises(OutputClosedError):
+        run_job(with_few_held_out(build_job(config, World())), Listener(config, after=close))
+    written = read_run(tmp_path / "run")
+    assert len(written.records) == 2
+    assert written.end is not None
+    assert (written.end.reason, written.end.message) == (
+        "interrupted",
+        "the output was closed before the end",
+    )
+
+
+def test_a_file_as_the_folder_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    config = tiny(tmp_path / "file", proof={"check_first_batch": True})
+    display = Listener(config)
+    with pytest.raises(RecordError, match="file is a file, not a folder"):
+        run_job(build_job(config, World()), display)
+    assert display.words.getvalue() == ""
 
 
 def test_a_used_folder_is_refused_before_anything_is_computed(tmp_path: Path) -> None:

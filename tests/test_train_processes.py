@@ -62,6 +62,53 @@ def test_two_ranks_tell_a_shared_mistake_once_and_torchrun_ends_with_1(tmp_path:
     assert "rank 1: error" not in two.stderr
 
 
+def test_a_closed_pipe_ends_the_run_and_says_so(config: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*ONE_RANK, str(config), "--run-dir", "run", "--updates", "100000"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for line in process.stdout:
+        if line.startswith("update "):
+            break
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 141
+    assert errors == "stopped: the output was closed before the end\n"
+    end = read_run(tmp_path / "run").end
+    assert end is not None
+    assert end.reason == "interrupted"
+
+
+def test_sigterm_leaves_a_readable_run(config: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*ONE_RANK, str(config), "--run-dir", "run", "--updates", "100000"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("update "):
+            break
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 143, output
+    run = read_run(tmp_path / "run")
+    assert run.end is not None
+    assert (run.end.reason, run.end.message) == ("interrupted", "stopped by SIGTERM")
+    assert not run.torn_line
+    assert run.records[-1].updates_attempted == len(run.records)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_leaves_a_readable_run(config: Path, tmp_path: Path, ranks: int) -> None:
     """Ctrl-C in a terminal reaches every process of the group, so it is sent to the group."""

@@ -1,12 +1,14 @@
 """The command line: plan, train, verify, show.
 
 Exit codes everywhere: 0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 130
-interrupted; torchrun turns all but 0 into 1. Every command takes ``--json FILE`` or ``--json -``.
+interrupted, 141 the output was closed, 143 ended by SIGTERM; torchrun turns all but 0 into 1. Every
+command takes ``--json FILE`` or ``--json -``.
 Nothing heavy is imported before a command needs it, so that ``wholebatch plan`` answers without torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wholebatch.errors import PlanError, WholebatchError
-from wholebatch.report.output import tell_error
+from wholebatch.report.output import OutputClosedError, leave_closed_output, tell_error
 
 if TYPE_CHECKING:
     from wholebatch.epochs import IntervalName, Unit
@@ -47,14 +49,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after the program's name; those of the process where None.
 
     Returns:
-        0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 130 interrupted.
+        0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 130 interrupted, 141 the
+        output was closed, 143 ended by SIGTERM.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if not words:
         app(args=["--help"], prog_name="wholebatch", standalone_mode=False)
         return PlanError.exit_code  # nothing was asked for; the help says what can be
     try:
-        outcome = app(args=words, prog_name="wholebatch", standalone_mode=False)
+        outcome = _run(words)
+    except OutputClosedError:
+        leave_closed_output()
+        with contextlib.suppress(OSError):
+            tell_error("stopped: the output was closed before the end")
+        return OutputClosedError.exit_code
     except WholebatchError as problem:
         tell_error(f"error: {problem}")
         return problem.exit_code
@@ -69,6 +77,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell_error(f"error: {problem.format_message()}\nTry: {at_hand} --help")
         return int(problem.exit_code)
     return outcome if isinstance(outcome, int) else 0
+
+
+def _run(words: Sequence[str]) -> Any:
+    """Run a command; OutputClosedError where nobody reads what it writes."""
+    streams = sys.stdout, sys.stderr
+    try:
+        outcome = app(args=words, prog_name="wholebatch", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError as closed:
+        raise OutputClosedError from closed
+    except SystemExit as end:
+        # Typer makes exit code 1 of a broken pipe, which here is a verdict, and replaces the streams.
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        sys.stdout, sys.stderr = streams
+        raise OutputClosedError from end
+    return outcome
 
 
 def _show_version(wanted: bool) -> None:

@@ -388,9 +388,12 @@ class Run:
 
 
 def used_folder(folder: str | Path) -> str | None:
-    """Why no run can be written to a folder: there are files in it already. None where one can."""
+    """Why no run can be written to a folder: it holds files, or is one. None where one can."""
     folder = Path(folder)
-    if not folder.is_dir() or not any(folder.iterdir()):
+    there = next(each for each in (folder, *folder.parents, Path()) if each.exists())
+    if not there.is_dir():
+        return f"run folder {folder} can't be written: {there} is a file, not a folder; give another name"
+    if there != folder or not any(folder.iterdir()):
         return None
     return (
         f"run folder {folder} holds files already; a run is never written over another: "

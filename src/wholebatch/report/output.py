@@ -18,12 +18,44 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.console import Console
+
 from wholebatch.errors import RecordError
 from wholebatch.record import finite as finite
 
 STDOUT = "-"
 # How long another rank waits to hear whether the leading one failed in the same way.
 _LEADER_FAILS_WITHIN_S = 5.0
+
+
+class OutputClosedError(Exception):
+    """Nobody reads the output any more, as after ``wholebatch train | head -1``."""
+
+    # What a shell says of a program that such a write killed: 128 + SIGPIPE.
+    exit_code = 141
+
+
+class OutputConsole(Console):
+    """A console that says that its reader is gone, where rich would end the program with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich while it handles a BrokenPipeError.
+
+        Raises:
+            OutputClosedError: always.
+        """
+        raise OutputClosedError("the output was closed before the end")
+
+
+def leave_closed_output() -> None:
+    """Let what is still in the buffers of stdout and stderr go nowhere, so that the exit is quiet."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def text_stream(json_target: str | None) -> TextIO:
@@ -40,13 +72,17 @@ def write_json(payload: Mapping[str, Any], target: str | None) -> None:
 
     Raises:
         RecordError: the file can't be written; the message repeats its path.
+        OutputClosedError: nobody reads stdout any more.
     """
     if target is None:
         return
     document = json.dumps(finite(payload), indent=2, allow_nan=False) + "\n"
     if target == STDOUT:
-        sys.stdout.write(document)
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(document)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise OutputClosedError("the output was closed before the end") from None
         return
     try:
         Path(target).write_text(document, encoding="utf-8")

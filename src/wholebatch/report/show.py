@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from wholebatch.errors import RecordError
 from wholebatch.record import HEADER_FILE, Run, RunHeader, UpdateRecord, padding_share, read_run
-from wholebatch.report.output import text_stream, write_json
+from wholebatch.report.output import OutputConsole, text_stream, write_json
 from wholebatch.report.words import number_of, skip_words
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -35,7 +35,7 @@ def show(run: Path, *, json_target: str | None = None) -> int:
     Raises:
         RecordError: no run there, or one that can't be read.
     """
-    console = Console(file=text_stream(json_target))
+    console = OutputConsole(file=text_stream(json_target))
     if folders := run_folders(run):
         rows = [_list_entry(folder) for folder in folders]
         console.print(Text(f"{run}: {number_of(len(rows), 'run')}"), _runs_table(rows), sep="\n")

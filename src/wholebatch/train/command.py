@@ -7,10 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from wholebatch.record import read_run
-from wholebatch.report.output import text_stream, write_json
+from wholebatch.report.output import OutputConsole, text_stream, write_json
 from wholebatch.report.show import SCHEMA_VERSION, run_summary
 from wholebatch.train.config import load_config
 from wholebatch.train.display import choose_display
@@ -33,11 +31,12 @@ def train(
         json_target: a file or "-" for the summary of the run as JSON; None for none.
 
     Returns:
-        0 done, 1 the first batch was not equal, 130 interrupted.
+        0 done, 1 the first batch was not equal, 130 interrupted, 143 ended by SIGTERM.
 
     Raises:
         UsageError: settings that do not exist or do not fit; a run folder that holds a run.
         JudgeError: the first batch could not be judged, or too many updates in a row were skipped.
+        OutputClosedError: nobody reads the output any more.
     """
     folder = None if run_dir is None else str(run_dir)
     settings = load_config(config, folder=folder, num_updates=updates)
@@ -48,7 +47,7 @@ def train(
 
     with join_world() as world:
         # The other ranks do all that the leading one does, and show it to nobody.
-        console = Console(file=text_stream(json_target) if world.leads else io.StringIO())
+        console = OutputConsole(file=text_stream(json_target) if world.leads else io.StringIO())
         job = build_job(settings, world)
         display = choose_display(
             console,

@@ -20,6 +20,7 @@ from wholebatch.epochs import EpochLedger, samples_after
 from wholebatch.errors import JudgeError, RecordError
 from wholebatch.record import STOPPED_BY_USER, RunHeader, RunLog, UpdateRecord, used_folder
 from wholebatch.report.ledger import plan_findings, plan_text
+from wholebatch.report.output import OutputClosedError
 from wholebatch.report.words import number_of
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.display import Display
@@ -29,7 +30,10 @@ from wholebatch.train.parts import Job, make_window, micro_batches
 from wholebatch.train.proof import proof_facts, proof_words, prove_first_batch
 from wholebatch.verify.verification import Verification
 
-DONE, NOT_EQUAL, INTERRUPTED = 0, 1, 130
+DONE, NOT_EQUAL, INTERRUPTED, TERMINATED = 0, 1, 130, 143
+STOPPED_BY_SIGTERM = "stopped by SIGTERM"
+# Whoever sends SIGTERM kills soon after; an evaluation that takes longer is left out then.
+QUICK_EVALUATION_S = 5.0
 # So many skipped updates in a row do not come right by themselves.
 MOST_SKIPS_IN_A_ROW = 10
 
@@ -39,7 +43,7 @@ class JobResult:
     """What came out.
 
     Args:
-        exit_code: 0 done, 1 the first batch was not equal, 130 interrupted.
+        exit_code: 0 done, 1 the first batch was not equal, 130 interrupted, 143 ended by SIGTERM.
         folder: where the records are; None on ranks that do not lead and where nothing was trained.
     """
 
@@ -58,6 +62,7 @@ def run_job(job: Job, display: Display, *, command: Sequence[str] = ()) -> JobRe
     Raises:
         RecordError: the run folder can't be written.
         JudgeError: the first batch could not be judged, or too many updates in a row were skipped.
+        OutputClosedError: nobody reads the display any more; the run ends as interrupted.
     """
     folder = _folder(job.config)
     job.world.raise_together(used_folder(folder) if job.world.leads else None)
@@ -69,17 +74,24 @@ def run_job(job: Job, display: Display, *, command: Sequence[str] = ()) -> JobRe
             display.say("Not trained: see [proof] train_if_not_equal, or mend what is named above.")
             return JobResult(exit_code=NOT_EQUAL)
     with _log(job, folder, proof, command) as log, stop_on_signal() as stop:
-        if log is not None:
-            display.say(f"Records go to {log.folder}")
-        with display:
-            finished = train(job, display, log, stop)
+        try:
+            if log is not None:
+                display.say(f"Records go to {log.folder}")
+            with display:
+                finished = train(job, display, log, stop)
+        except OutputClosedError as closed:
+            if log is not None:
+                log.close("interrupted", str(closed))
+            raise
+        terminated = not finished and job.world.any(stop.terminated)
         if not finished and log is not None:
-            log.close("interrupted", STOPPED_BY_USER)
+            log.close("interrupted", STOPPED_BY_SIGTERM if terminated else STOPPED_BY_USER)
     if not finished:
         display.say("Interrupted: stopped after a whole update; the records are complete up to it.")
     if log is not None:
         display.say(f"To look at it: wholebatch show {shlex.quote(str(log.folder))}")
-    return JobResult(exit_code=DONE if finished else INTERRUPTED, folder=log.folder if log else None)
+    exit_code = DONE if finished else TERMINATED if terminated else INTERRUPTED
+    return JobResult(exit_code=exit_code, folder=log.folder if log else None)
 
 
 def train(job: Job, display: Display, log: RunLog | None, stop: Stop) -> bool:
@@ -93,15 +105,16 @@ def train(job: Job, display: Display, log: RunLog | None, stop: Stop) -> bool:
     position = 0
     skips_in_a_row = 0
 
-    def evaluate_and_log(updates_applied: int, samples_consumed: int) -> None:
+    def evaluate_and_log(updates_applied: int, samples_consumed: int) -> float:
         evaluation = evaluate_held_out(
             job, updates_applied=updates_applied, samples_consumed=samples_consumed
         )
         if log is not None:
             log.write_evaluation(evaluation)
         display.evaluated(evaluation)
+        return evaluation.seconds
 
-    evaluate_and_log(0, 0)
+    evaluation_seconds = evaluate_and_log(0, 0)
     for update in range(1, run.num_updates + 1):
         batches = micro_batches(job, position)
         record = window.run(batches, job.loss)
@@ -112,8 +125,9 @@ def train(job: Job, display: Display, log: RunLog | None, stop: Stop) -> bool:
         skips_in_a_row = 0 if record.outcome == "applied" else skips_in_a_row + 1
         _refuse_endless_skips(skips_in_a_row, record)
         stopped = job.world.any(stop.asked)
-        if update % run.evaluate_every_updates == 0 or update == run.num_updates or stopped:
-            evaluate_and_log(record.updates_applied, position)
+        due = update % run.evaluate_every_updates == 0 or update == run.num_updates or stopped
+        if due and not (stopped and _in_a_hurry(job, stop, evaluation_seconds)):
+            evaluation_seconds = evaluate_and_log(record.updates_applied, position)
         if stopped:
             return update == run.num_updates
     return True
@@ -143,26 +157,37 @@ def describe(job: Job) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class Stop:
-    """Whether somebody asked the job to stop."""
+    """Whether somebody asked the job to stop, and whether by SIGTERM."""
 
     asked: bool = False
+    terminated: bool = False
 
 
 @contextmanager
 def stop_on_signal() -> Iterator[Stop]:
-    """Let the first Ctrl-C end the run after the update under way; the second ends it at once."""
+    """Let the first Ctrl-C or SIGTERM end the run after the update under way; a second Ctrl-C at once.
+
+    A second SIGTERM changes nothing: torchrun passes on the one that all processes have had already.
+    """
     stop = Stop()
 
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        if stop.asked:
+    def ask(number: int, _frame: FrameType | None) -> None:
+        if stop.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
+        stop.terminated |= number == signal.SIGTERM
         stop.asked = True
 
-    found = signal.signal(signal.SIGINT, ask)
+    found = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, found)
+        for number, handler in found.items():
+            signal.signal(number, handler)
+
+
+def _in_a_hurry(job: Job, stop: Stop, evaluation_seconds: float) -> bool:
+    """Whether the last evaluation is left out, on all ranks or none: SIGTERM came, and it takes long."""
+    return job.world.any(stop.terminated) and job.world.any(evaluation_seconds > QUICK_EVALUATION_S)
 
 
 def _refuse_endless_skips(skips_in_a_row: int, record: UpdateRecord) -> None:

@@ -94,7 +94,7 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) 
         raise ZeroDivisionError
 
     monkeypatch.setattr("wholebatch.verify.judge.place_of", lambda _: "")
-    monkeypatch.setattr("wholebatch.verify.judge._check_whole", broken)
+    monkeypatch.setattr("wholebatch.verify.judge._checked", broken)
     with pytest.raises(ZeroDivisionError):
         verify_window(mlp(), summed, data())
 

@@ -288,7 +288,12 @@ def verify(
         str | None, typer.Option(metavar="2+3,1+4", help="Micro-batch sizes; sampled if not given.")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Processes that run the window together.")] = 1,
-    seed: Annotated[int, typer.Option(help="Decides the sampled splits and random state.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Decides problem, sampled splits and random state; by default the problem's own or 0."
+        ),
+    ] = None,
     json_target: JsonTarget = None,
 ) -> int:
     """Tell whether a split update equals the big batch, or why not."""

@@ -73,8 +73,6 @@ def verify_command(
     """
     if ranks < 1:
         raise UsageError(f"--ranks {ranks} is not a number of processes; give 1 or more")
-    # The command line's 0 is its default, and so no choice against the problem's own seed.
-    seed = seed or None
     if seed is not None:
         check_seed(seed)
     running = int(os.environ.get("WORLD_SIZE", "1"))

@@ -82,13 +82,20 @@ class Snapshot:
         """Note the gradients after a backward of the window."""
         self._marks = gradient_marks(self._parameters)
 
-    def changed(self) -> str | None:
-        """What changed since :meth:`take` although a window must leave it alone, in words.
+    def gradients_changed(self) -> str | None:
+        """Whether gradients changed since :meth:`mark_gradients`, in words.
 
-        Writes through ``.data`` are not seen: torch does not count them.
+        To be asked in every turn: the next backward would cover the traces.
         """
         if gradient_marks(self._parameters) != self._marks:
             return "gradients were written or cleared (zero_grad, clipping, another backward)"
+        return None
+
+    def changed(self) -> str | None:
+        """What else changed since :meth:`take` although a window must leave it alone, in words.
+
+        Writes through ``.data`` are not seen: torch does not count them.
+        """
         for parameter, before, now in zip(self._watched, self._states, _states(self._watched), strict=True):
             if before != now:
                 how = "written" if before[0] != now[0] else "frozen or unfrozen"

@@ -280,7 +280,7 @@ class Update:
         ranks, snapshot = self._window.ranks, self._window.snapshot
         by_term = self._by_term(loss)
         self._settle()
-        self._refuse_changes()
+        self._refuse(snapshot.gradients_changed())
         parts = [given.loss_sum * self._shares[term] for term, given in by_term.items()]
         weighted = torch.stack([part.reshape(()) for part in parts]).sum() if len(parts) > 1 else parts[0]
         if self._can_run_backward(weighted, by_term):
@@ -295,15 +295,19 @@ class Update:
         self._losses.append({term: without_graph(given) for term, given in by_term.items()})
         self._waits_for_backward = False
 
-    def _refuse_changes(self) -> None:
-        """Refuse what the loop changed and a window must find as it left it."""
-        window = self._window
-        changed = window.snapshot.changed()
-        if window.finish.scale_mark() != self._scale_mark:
-            changed = "the loss scale was updated"
-        elif window.finish.rate_marks() != self._rate_marks:
-            changed = "a learning rate was changed"
+    def _changed(self) -> str | None:
+        """What the loop changed and a window must find as it left it, in words."""
+        finish, snapshot = self._window.finish, self._window.snapshot
+        if finish.scale_mark() != self._scale_mark:
+            return "the loss scale was updated"
+        if finish.rate_marks() != self._rate_marks:
+            return "a learning rate was changed"
+        # parameters first: a step writes them, and may write gradients too
+        return snapshot.changed() or snapshot.gradients_changed()
+
+    def _refuse(self, changed: str | None) -> None:
         if changed:
+            window = self._window
             raise ChangedInsideWindowError(
                 f"rank {window.ranks.rank}: {changed} inside the window, so that its micro-batches belong "
                 f"to different updates; do that between updates. What the update did was rolled back, what "
@@ -374,7 +378,7 @@ class Update:
                 f"update was rolled back, nothing was counted"
             )
         total = self._settle()
-        self._refuse_changes()
+        self._refuse(self._changed())
         if ranks.reduces_at_the_end:
             ranks.check_before_reducing(window.finish.parameters)
             self._meet_before_reducing()

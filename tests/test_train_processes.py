@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,25 @@ def config(tmp_path: Path) -> Path:
 def environment() -> dict[str, str]:
     """One thread for one rank, and no interface but loopback."""
     return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if os.name == "posix" else ""}
+
+
+def begin(command: list[str], config: Path, cwd: Path, **options: Any) -> subprocess.Popen[str]:
+    """A run that would go on for ever."""
+    return subprocess.Popen(
+        [*command, str(config), "--run-dir", "run", "--updates", "100000"],
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def wait_for_an_update(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("update "):
+            break
 
 
 def finish(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -63,19 +83,10 @@ def test_two_ranks_tell_a_shared_mistake_once_and_torchrun_ends_with_1(tmp_path:
 
 
 def test_a_closed_pipe_ends_the_run_and_says_so(config: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [*ONE_RANK, str(config), "--run-dir", "run", "--updates", "100000"],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = begin(ONE_RANK, config, tmp_path, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
-    for line in process.stdout:
-        if line.startswith("update "):
-            break
+    wait_for_an_update(process)
     process.stdout.close()
     errors = process.stderr.read()
     process.stderr.close()
@@ -87,18 +98,8 @@ def test_a_closed_pipe_ends_the_run_and_says_so(config: Path, tmp_path: Path) ->
 
 
 def test_sigterm_leaves_a_readable_run(config: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [*ONE_RANK, str(config), "--run-dir", "run", "--updates", "100000"],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("update "):
-            break
+    process = begin(ONE_RANK, config, tmp_path, stderr=subprocess.STDOUT)
+    wait_for_an_update(process)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 143, output
@@ -113,15 +114,7 @@ def test_sigterm_leaves_a_readable_run(config: Path, tmp_path: Path) -> None:
 def test_ctrl_c_leaves_a_readable_run(config: Path, tmp_path: Path, ranks: int) -> None:
     """Ctrl-C in a terminal reaches every process of the group, so it is sent to the group."""
     start = ONE_RANK if ranks == 1 else TWO_RANKS
-    process = subprocess.Popen(
-        [*start, str(config), "--run-dir", "run", "--updates", "100000"],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = begin(start, config, tmp_path, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         records = tmp_path / "run" / "records.jsonl"
         deadline = time.monotonic() + 120

@@ -16,12 +16,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wholebatch.errors import ObjectiveError
 from wholebatch.split import num_samples
 
 Number = Tensor | int | float
+# loss_fn(model, batch) -> (loss_sum, num_items), or {term: (loss_sum, num_items)}
+LossFunction = Callable[[nn.Module, Any], Any]
 
 
 class LossSum(NamedTuple):

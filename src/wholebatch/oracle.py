@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholebatch.errors import JudgeError, UsageError
+from wholebatch.objective import LossFunction
 from wholebatch.replay import RandomState
 from wholebatch.split import like_mapping
 
-LossFunction = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)

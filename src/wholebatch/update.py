@@ -34,7 +34,7 @@ from wholebatch.errors import (
 from wholebatch.finish import Finish
 from wholebatch.gradients import clear_gradients, gradients_of
 from wholebatch.memory import peak_memory_bytes
-from wholebatch.objective import LossSum, Number, Objective, as_loss_sum
+from wholebatch.objective import LossFunction, LossSum, Number, Objective, as_loss_sum
 from wholebatch.plan import BatchPlan
 from wholebatch.ranks.agreement import Agreement, PendingExchange
 from wholebatch.ranks.base import Ranks
@@ -48,9 +48,6 @@ from wholebatch.result import (
 )
 from wholebatch.snapshot import Snapshot
 from wholebatch.tally import GlobalTally, fingerprint, tally
-
-# loss_fn(model, batch) -> (loss_sum, num_items), or {term: (loss_sum, num_items)}
-LossFunction = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(kw_only=True, slots=True)

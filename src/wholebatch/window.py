@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
 from wholebatch.finish import DeclaredSchedule, Finish
-from wholebatch.objective import Objective, counted_loss
+from wholebatch.objective import LossFunction, Objective, counted_loss
 from wholebatch.plan import BatchPlan
 from wholebatch.ranks import find_ranks
 from wholebatch.ranks.agreement import Agreement
@@ -49,7 +49,7 @@ from wholebatch.result import result_size
 from wholebatch.snapshot import OnStaleGradients, Snapshot
 from wholebatch.split import num_samples
 from wholebatch.tally import payload_size
-from wholebatch.update import LossFunction, Update, WindowParts
+from wholebatch.update import Update, WindowParts
 
 
 class UpdateWindow:

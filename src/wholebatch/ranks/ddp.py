@@ -71,7 +71,6 @@ class DDPRanks(Ranks):
         self.num_replicas = dist.get_world_size(model.process_group)
         self.warming_up = bool(model.static_graph) and not self._always_after
         self._found = (True, True)
-        self._before: list[tuple[int, int]] = []
         self._forwarded = False  # a forward of the open micro-batch ran with the reduction on
         self._in_scope = False
         self._reduced = _trainable(model)
@@ -148,10 +147,10 @@ class DDPRanks(Ranks):
         if not self.synchronises:
             super().backward(loss)
             return
-        self._before = self._gradient_marks()
+        before = self._gradient_marks()
         super().backward(loss)
         self.reductions += 1
-        self._check_reduced()
+        self._check_reduced(before)
         self.needs_reset = False  # nothing is armed now; a forward after this arms it again
         self._model.reducer._rebuild_buckets()
         self.warming_up = False
@@ -266,8 +265,8 @@ class DDPRanks(Ranks):
     def _gradient_marks(self) -> list[tuple[int, int]]:
         return gradient_marks(parameter for _, parameter in self._reduced)
 
-    def _check_reduced(self) -> None:
-        if self._gradient_marks() == self._before:
+    def _check_reduced(self, before: list[tuple[int, int]]) -> None:
+        if self._gradient_marks() == before:
             raise PoisonedWindowError(
                 f"rank {self.rank}: the backward of the last micro-batch reached no parameter of the DDP "
                 f"model, so nothing was reduced; its loss does not depend on the model's output. Restart "

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from wholebatch.errors import RecordError
-from wholebatch.record import finite as finite
+from wholebatch.record import finite
 
 STDOUT = "-"
 # How long another rank waits to hear whether the leading one failed in the same way.

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
-from wholebatch.report.output import finite, text_stream, write_json
+from wholebatch.record import finite
+from wholebatch.report.output import text_stream, write_json
 from wholebatch.report.verdict_text import render
 from wholebatch.verify import verify_window
 from wholebatch.verify.together import together

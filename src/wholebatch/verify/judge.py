@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.closeness import ParameterError, magnitude, worst_first
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
+from wholebatch.objective import LossFunction
 from wholebatch.oracle import (
-    LossFunction,
     MakeOptimizer,
     OracleUpdate,
     no_trainable,

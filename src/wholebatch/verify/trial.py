@@ -27,8 +27,8 @@ from wholebatch.closeness import (
     reduction_terms,
 )
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
+from wholebatch.objective import LossFunction
 from wholebatch.oracle import (
-    LossFunction,
     MakeOptimizer,
     OracleUpdate,
     batch_in,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from wholebatch.closeness import ParameterError
+from wholebatch.record import finite
 
 SCHEMA_VERSION = 1
 
@@ -36,7 +36,7 @@ class SplitResult:
             "micro_batch_samples": list(self.micro_batch_samples),
             "equal": self.equal,
             "worst": _error_dict(self.worst),
-            "factor": _finite(self.factor),
+            "factor": finite(self.factor),
             "refused": self.refused,
         }
 
@@ -67,7 +67,7 @@ class Rounding:
             "dtype": self.dtype,
             "within": self.within,
             "worst": _error_dict(self.worst),
-            "whole_error": _finite(self.whole_error),
+            "whole_error": finite(self.whole_error),
             "micro_batch_samples": list(self.micro_batch_samples),
             "cured_when_wide": self.cured_when_wide,
         }
@@ -118,7 +118,7 @@ class Verification:
             "schema_version": SCHEMA_VERSION,
             "equal": self.equal,
             "cause": self.cause,
-            "factor": _finite(self.factor),
+            "factor": finite(self.factor),
             "worst": _error_dict(self.worst),
             "judged_in": self.judged_in,
             "num_samples": self.num_samples,
@@ -140,10 +140,6 @@ def _error_dict(error: ParameterError | None) -> dict[str, Any] | None:
     return {
         "parameter": error.parameter,
         "quantity": error.quantity,
-        "error": _finite(error.error),
-        "bound": _finite(error.bound),
+        "error": finite(error.error),
+        "bound": finite(error.bound),
     }
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

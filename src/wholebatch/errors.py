@@ -18,6 +18,7 @@
     │   ├── NonFiniteUpdateError        a gradient is not finite, and the caller asked to be told
     │   └── OtherRankFailedError        another rank failed; this one rolled back with it
     ├── PoisonedWindowError (RuntimeError)  beyond the point of no return; restart from the last commit
+    ├── CheckpointError (RuntimeError)  a checkpoint that can't be written, or is damaged
     └── JudgeError                      a verdict could not be reached, and why
 
 ``UpdateError`` means: what the update did to parameters, gradients, buffers, random state and
@@ -95,6 +96,10 @@ class OtherRankFailedError(UpdateError):
 
 class PoisonedWindowError(WholebatchError, RuntimeError):
     """A failure beyond the point of no return: restart from the last committed update."""
+
+
+class CheckpointError(WholebatchError, RuntimeError):
+    """A checkpoint that can't be written or read back; those before it are as they were."""
 
 
 class JudgeError(WholebatchError):

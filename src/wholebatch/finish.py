@@ -135,7 +135,7 @@ class Finish:
         self._known_scale: tuple[tuple[int, int] | None, float] | None = None
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._clip = clip_grad_norm
-        self._schedules = tuple(schedules)
+        self.schedules = tuple(schedules)
         self._check()
         self.begin()
 
@@ -255,7 +255,7 @@ class Finish:
 
     def advance(self, counters: Counters, *, applied: bool) -> None:
         """Advance every schedule in its own unit."""
-        for schedule in self._schedules:
+        for schedule in self.schedules:
             schedule.advance(counters, applied=applied)
 
     # Refusals -------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class Finish:
             raise WindowUsageError(
                 f"clip_grad_norm={self._clip!r} is not a positive number; None leaves gradients unclipped"
             )
-        for schedule in self._schedules:
+        for schedule in self.schedules:
             if not isinstance(schedule, DeclaredSchedule):
                 raise WindowUsageError(
                     f"scheduler is a {type(schedule).__name__} without a unit; say what advances it: "

@@ -154,6 +154,11 @@ class UpdateWindow:
         return self._parts.model
 
     @property
+    def finish(self) -> Finish:
+        """The optimizers, the loss scaler and the schedules that the window drives."""
+        return self._parts.finish
+
+    @property
     def plan(self) -> BatchPlan | None:
         """The plan of the global batch, where there is one."""
         return self._parts.plan

@@ -1,0 +1,77 @@
+"""What the training job is made of: its samples with their objective, and its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from wholebatch.objective import Objective
+
+# One micro-batch: tensors by name, and "sample_ids" of shape (samples,).
+Batch = Mapping[str, Any]
+
+
+class Samples(Protocol):
+    """A map-style dataset: so many samples, each found by its index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobData:
+    """The samples and what is learned of them.
+
+    Args:
+        train: samples to train on.
+        held_out: samples to evaluate on; may be empty.
+        objective: which items count, their summed loss and their number.
+        collate: ``collate(samples, ids, epoch)`` makes a micro-batch of chosen samples: padded tensors,
+            and ``sample_ids``. The epoch matters where something is drawn anew in each, as masks are.
+            Evaluations pass epoch 0.
+        vocabulary: token ids that the model must know; None where the source is the user's own.
+        num_labels: classes of the objective "label"; None for the others.
+        padding_id: token id of padding, masked or not attended to.
+        lengths: tokens of each training sample where they are known ahead; None where not.
+        facts: what the run header says about the data.
+    """
+
+    train: Samples
+    held_out: Samples
+    objective: Objective
+    collate: Callable[[Sequence[Any], Sequence[int], int], Batch]
+    vocabulary: int | None = None
+    num_labels: int | None = None
+    padding_id: int = 0
+    lengths: Sequence[int] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobModel:
+    """The model and how a micro-batch goes through it.
+
+    Args:
+        module: on the host or the device, with its parameters in their final dtype.
+        forward: ``forward(module, batch)`` gives what the objective takes, such as logits. The batch
+            lies on the module's device.
+        facts: what the run header says about the model: its name, parameters, trainable parameters.
+    """
+
+    module: nn.Module
+    forward: Callable[[nn.Module, Batch], Any]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def on_device(batch: Batch, device: Any) -> Batch:
+    """The batch with its tensors on ``device``, sample ids left where they are."""
+    return {
+        name: value.to(device, non_blocking=True)
+        if isinstance(value, Tensor) and name != "sample_ids"
+        else value
+        for name, value in batch.items()
+    }

@@ -1,0 +1,269 @@
+"""The settings of the training job: one frozen dataclass for each section of the TOML file.
+
+What stands behind a name in an ``Args`` list is also the comment that ``--print-config`` writes above
+the key, so the meaning and the unit of every value are said once, here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """How long to train, and what to write when.
+
+    Args:
+        num_updates: length of the run, in updates to attempt; the learning rate reaches its end there.
+        seed: of the first parameters, the order of the samples and dropout.
+        evaluate_every_updates: held-out evaluations come before the first update, at this interval
+            and after the last.
+        print_every_updates: lines of progress where the output is not a terminal.
+        folder: where header, records and checkpoints go; empty for runs/ and the date and time.
+    """
+
+    num_updates: int = 150
+    seed: int = 0
+    evaluate_every_updates: int = 50
+    print_every_updates: int = 10
+    folder: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """The global batch. Ranks do not appear: they share it, and it stays the same.
+
+    Args:
+        global_batch_samples: samples of one update, over all replicas.
+        micro_batch_samples: samples of one forward on one replica.
+        tail: "partial" uses the samples at the end of an epoch that do not fill a global batch, with
+            their own denominator; "drop" leaves them out and records how many.
+    """
+
+    global_batch_samples: int = 32
+    micro_batch_samples: int = 4
+    tail: Literal["partial", "drop"] = "partial"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """The samples.
+
+    Args:
+        source: "pydoc" (real text that comes with Python), "text" (files; blank lines part their
+            paragraphs), "jsonl" (files; a row has text, or prompt and completion, or text and label),
+            or "module:function" or "file.py:function" of your own.
+        files: of a "text" or "jsonl" source; * and ** are expanded.
+        held_out_files: rows to evaluate on; none for a share of files.
+        held_out_one_in: without held_out_files, about one row in so many is held out, chosen by a
+            hash of its text.
+        tokenizer: "bytes", or a local folder with a Hugging Face tokenizer (extra "hf").
+        max_tokens_per_sample: cap on the tokens of a sample, begin and end marks included.
+        too_long: what becomes of a longer row: "cut" makes several samples of a text, "truncate"
+            drops its end, "refuse" names it and stops.
+        workers: processes that read samples beside the training; 0 reads them in between.
+        options: given to your own function as keyword arguments.
+    """
+
+    source: str = "pydoc"
+    files: list[str] = field(default_factory=list)
+    held_out_files: list[str] = field(default_factory=list)
+    held_out_one_in: int = 10
+    tokenizer: str = "bytes"
+    max_tokens_per_sample: int = 256
+    too_long: Literal["cut", "truncate", "refuse"] = "cut"
+    workers: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveConfig:
+    """What is learned. A source of your own brings its objective and leaves this section alone.
+
+    Args:
+        kind: "next_token" (of a completion only, where a row has one), "masked_token", or "label".
+        masked_share: of the tokens of a sample, for "masked_token". Which ones is decided by seed,
+            epoch and sample, so that the split does not matter.
+    """
+
+    kind: Literal["next_token", "masked_token", "label"] = "next_token"
+    masked_share: float = 0.15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The model.
+
+    Args:
+        source: "gpt" (built in), a local folder with a Hugging Face model (extra "hf"), or
+            "module:function" or "file.py:function" of your own.
+        size: of the built-in GPT: "mini" (0.4 M parameters without embeddings of a large vocabulary),
+            "small" (11 M), "medium" (85 M).
+        layers: transformer blocks; 0 for those of the size.
+        width: features of a position; 0 for that of the size.
+        heads: attention heads, a divisor of the width; 0 for those of the size.
+        dropout: probability that a feature is dropped; with it the update depends on the random
+            numbers that each micro-batch draws, and so on the split. Every dropout in the
+            configuration of a Hugging Face folder is set to it.
+        from_scratch: take only the shape from a Hugging Face folder, with new random parameters.
+        activation_checkpointing: compute the activations of a block again in the backward.
+        compile: run the forward through torch.compile.
+        options: given to your own function as keyword arguments.
+    """
+
+    source: str = "gpt"
+    size: Literal["mini", "small", "medium"] = "mini"
+    layers: int = 0
+    width: int = 0
+    heads: int = 0
+    dropout: float = 0.0
+    from_scratch: bool = False
+    activation_checkpointing: bool = False
+    compile: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters instead of full fine-tuning (extra "lora").
+
+    Args:
+        rank: inner features of an adapter; 0 trains all parameters.
+        alpha: adapters count alpha / rank.
+        dropout: probability that a feature into an adapter is dropped.
+        target_modules: names of the layers that get one, as peft takes them; none for all linear
+            layers but the last.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """The optimizer.
+
+    Args:
+        name: a class of torch.optim such as "AdamW" or "SGD", or "module:Class".
+        learning_rate: the highest.
+        weight_decay: given to the groups that decay.
+        decayed: "matrices" decays parameters of two dimensions and more, "all" decays every one.
+        clip_grad_norm: highest Euclidean norm of the whole gradient; 0 is off.
+        options: given to the optimizer as they are, such as betas = [0.9, 0.99].
+    """
+
+    name: str = "AdamW"
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    decayed: Literal["matrices", "all"] = "matrices"
+    clip_grad_norm: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """The learning rate over the run. Give its lengths in one unit: updates, samples or items.
+
+    Args:
+        warmup_updates: applied updates until the highest rate is reached, along a line.
+        warmup_samples: the same in samples.
+        warmup_items: the same in items.
+        decay: the way down after that: "cosine", "linear", or "constant" for none.
+        decay_end_updates: where the way down ends, in applied updates; 0 for the end of the run.
+        decay_end_samples: the same in samples.
+        decay_end_items: the same in items; to be given where the unit is items, because nobody knows
+            how many a run will have.
+        final_share: of the highest rate that is left at the end.
+    """
+
+    warmup_updates: int = 20
+    warmup_samples: int = 0
+    warmup_items: int = 0
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay_end_updates: int = 0
+    decay_end_samples: int = 0
+    decay_end_items: int = 0
+    final_share: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig:
+    """What is computed in which precision.
+
+    Args:
+        parameters: dtype of the parameters, gradients and optimizer state.
+        autocast: dtype of matrix products in the forward; "off" for that of the parameters.
+        initial_loss_scale: for autocast = "float16", where gradients would underflow without one.
+    """
+
+    parameters: Literal["float32", "float64"] = "float32"
+    autocast: Literal["off", "bfloat16", "float16"] = "off"
+    initial_loss_scale: float = 65536.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AverageConfig:
+    """An exponential moving average of the parameters, evaluated beside them.
+
+    Args:
+        decay_per_update: share of the average that an applied update keeps; 0 is off.
+    """
+
+    decay_per_update: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When the run is saved; always on the edge between two updates.
+
+    Args:
+        every_updates: attempted updates between two checkpoints; one more comes at the end and after
+            Ctrl-C or SIGTERM. 0 saves none.
+        keep_last: newest ones that are kept.
+        keep_best: keep that with the lowest held-out loss too.
+    """
+
+    every_updates: int = 50
+    keep_last: int = 2
+    keep_best: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProofConfig:
+    """What is shown on the first global batch, before training.
+
+    Args:
+        check_first_batch: compare the accumulated update with that of the big batch.
+        max_samples: of the first global batch that are compared; the big batch must fit into memory.
+        train_if_not_equal: go on although they differ (as they do with dropout).
+    """
+
+    check_first_batch: bool = True
+    max_samples: int = 32
+    train_if_not_equal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """All settings, in the sections of the TOML file."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    average: AverageConfig = field(default_factory=AverageConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    proof: ProofConfig = field(default_factory=ProofConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as nested plain data."""
+        return dataclasses.asdict(self)

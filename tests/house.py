@@ -21,6 +21,8 @@ FLOORS = {
     "order": 1,
     "packing": 1,
     "record": 1,
+    "run_log": 1,
+    "run_reader": 1,
     # tensors, one process
     "objective": 2,
     "losses": 2,

@@ -24,14 +24,13 @@ from wholebatch.record import (
     Evaluation,
     RunEnd,
     RunHeader,
-    RunLog,
     UpdateRecord,
     finite,
     package_versions,
     padding_share,
-    read_run,
-    used_folder,
 )
+from wholebatch.run_log import RunLog, used_folder
+from wholebatch.run_reader import read_run
 
 
 def a_header(**changes: Any) -> RunHeader:
@@ -489,5 +488,5 @@ def test_versions_of_what_is_not_there() -> None:
 
 
 def test_record_imports_no_torch() -> None:
-    code = "import sys, wholebatch.record; sys.exit('torch' in sys.modules)"
+    code = "import sys, wholebatch.run_log, wholebatch.run_reader; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -14,8 +14,10 @@ from rich.console import Console
 
 from runs import a_record
 from wholebatch.errors import RecordError
-from wholebatch.record import Evaluation, RunHeader, RunLog, read_run
+from wholebatch.record import Evaluation, RunHeader
 from wholebatch.report.show import BARS, ledger_line, loss_curve, render_run, run_summary, show, sparkline
+from wholebatch.run_log import RunLog
+from wholebatch.run_reader import read_run
 
 
 @pytest.fixture

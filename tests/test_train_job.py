@@ -21,8 +21,9 @@ from ranks import run_ranks
 from runs import tiny_tables, write_tiny
 from wholebatch.errors import JudgeError, PlanError, RecordError, UsageError
 from wholebatch.objective import counted_loss
-from wholebatch.record import Evaluation, UpdateRecord, read_run
+from wholebatch.record import Evaluation, UpdateRecord
 from wholebatch.report.output import OutputClosedError
+from wholebatch.run_reader import read_run
 from wholebatch.train.command import train as train_command
 from wholebatch.train.config import TrainConfig, config_from_dict
 from wholebatch.train.data import collate, num_items

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runs import write_tiny
-from wholebatch.record import read_run
+from wholebatch.run_reader import read_run
 
 pytestmark = pytest.mark.slow
 

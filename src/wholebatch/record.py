@@ -8,26 +8,20 @@ A run folder holds::
     end.json            how the run ended; absent when it was killed
 
 Everything here is plain data and imports no torch, so that a log can be read on any machine. Within
-one schema version keys may be added, and a reader ignores those that it does not know.
-
-Longer than 400 lines because the fields, their writer and their reader are one format, and a third
-of it says what each field means.
+one schema version keys may be added, and a reader ignores those that it does not know. ``run_log``
+writes such a folder, ``run_reader`` reads it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import math
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
-from types import NoneType, TracebackType, UnionType
-from typing import Any, Literal, Self, TextIO, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from wholebatch.errors import RecordError
 
@@ -255,185 +249,6 @@ class Counters:
             setattr(self, name, total)
 
 
-class RunLog:
-    """Writes a run folder: the header at once, then a line for every update as it happens.
-
-    Each line is handed to the operating system when it is written, so a crash of the program loses
-    at most the line it was writing. Only one rank may write.
-
-    Args:
-        folder: a folder that does not exist yet, or is empty.
-        header: what is the same for every update.
-
-    Raises:
-        RecordError: the folder holds something already, or can't be written.
-    """
-
-    def __init__(self, folder: str | Path, header: RunHeader) -> None:
-        self.folder = Path(folder)
-        self._files: dict[str, TextIO] = {}
-        header_text = _dump(header.to_dict(), indent=2)
-        refusal = used_folder(self.folder)
-        if refusal is not None:
-            raise RecordError(refusal)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / HEADER_FILE).write_text(header_text + "\n", encoding="utf-8")
-            for name in (RECORDS_FILE, EVALUATIONS_FILE):
-                self._files[name] = (self.folder / name).open("w", encoding="utf-8")
-        except OSError as error:
-            raise RecordError(f"run folder {self.folder} can't be written: {error.strerror}") from error
-
-    def write(self, record: UpdateRecord) -> None:
-        """Append one update."""
-        self._append(RECORDS_FILE, record.to_dict())
-
-    def write_evaluation(self, evaluation: Evaluation) -> None:
-        """Append one evaluation."""
-        self._append(EVALUATIONS_FILE, evaluation.to_dict())
-
-    def close(self, reason: EndReason = "done", message: str | None = None) -> None:
-        """Close the files and write how the run ended; a second call changes nothing.
-
-        Where a file can't be closed, because its last line found no room, a run that was "done" ends
-        as "failed": its records are not complete.
-
-        Raises:
-            RecordError: a file can't be closed or the end can't be written; all are tried first.
-        """
-        if not self._files:
-            return
-        refusals: list[str] = []
-        for name, file in self._files.items():
-            try:
-                file.close()
-            except OSError as error:
-                refusals.append(_not_written(self.folder / name, error))
-        self._files.clear()
-        if refusals and reason == "done":
-            reason, message = "failed", refusals[0]
-        try:
-            self._write_end(RunEnd(reason=reason, message=message))
-        except OSError as error:
-            refusals.append(_not_written(self.folder / END_FILE, error))
-        if refusals:
-            raise RecordError("; ".join(refusals))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        with contextlib.suppress(RecordError):  # the error under way came first and says more
-            if isinstance(error, KeyboardInterrupt):
-                self.close("interrupted", str(error) or STOPPED_BY_USER)
-            else:
-                self.close("failed", f"{type(error).__name__}: {error}")
-
-    def _write_end(self, end: RunEnd) -> None:
-        """Under another name first, so that a full disk or a crash leaves no half of an end."""
-        unfinished = self.folder / f"{END_FILE}.unfinished"
-        try:
-            unfinished.write_text(_dump(end.to_dict(), indent=2) + "\n", encoding="utf-8")
-            unfinished.replace(self.folder / END_FILE)
-        except OSError:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-            raise
-
-    def _append(self, name: str, data: dict[str, Any]) -> None:
-        if name not in self._files:
-            raise RecordError(f"run folder {self.folder} is closed; nothing more can be written to {name}")
-        line = _dump(data) + "\n"
-        try:
-            self._files[name].write(line)
-            self._files[name].flush()
-        except OSError as error:
-            raise RecordError(_not_written(self.folder / name, error)) from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """A run folder, read.
-
-    Args:
-        folder: where it was read from.
-        header: what was the same for every update.
-        records: the updates, in order.
-        evaluations: the evaluations, in order.
-        end: how it ended; None when it was killed or is still going, or its file is torn.
-        torn_line: True when the last line of a file, or the end, was cut off in the middle and left
-            out.
-    """
-
-    folder: Path
-    header: RunHeader
-    records: list[UpdateRecord]
-    evaluations: list[Evaluation]
-    end: RunEnd | None
-    torn_line: bool
-
-    def counters(self) -> Counters:
-        """The totals of the records, over all replicas."""
-        counters = Counters()
-        for r in self.records:
-            counters.advance(
-                outcome=r.outcome, micro_batches=r.micro_batches, samples=r.samples, items=r.items
-            )
-        return counters
-
-
-def used_folder(folder: str | Path) -> str | None:
-    """Why no run can be written to a folder: it holds files, or is one. None where one can."""
-    folder = Path(folder)
-    there = next(each for each in (folder, *folder.parents, Path()) if each.exists())
-    if not there.is_dir():
-        return f"run folder {folder} can't be written: {there} is a file, not a folder; give another name"
-    if there != folder or not any(folder.iterdir()):
-        return None
-    return (
-        f"run folder {folder} holds files already; a run is never written over another: "
-        "give this one a new name, or move the old folder away"
-    )
-
-
-def read_run(folder: str | Path) -> Run:
-    """Read a run folder, also that of a run which was killed in the middle of a line.
-
-    Args:
-        folder: what a ``RunLog`` wrote.
-
-    Returns:
-        The run. ``torn_line`` says whether an unfinished last line or end was left out.
-
-    Raises:
-        RecordError: no such run, a file that can't be read, a broken line that is not the last, a
-            value of the wrong type (file, line number and key are named), or a schema version newer
-            than this one.
-    """
-    folder = Path(folder)
-    if not (folder / HEADER_FILE).is_file():
-        raise RecordError(
-            f"no run in {folder}: it has no {HEADER_FILE}; give the folder of a run, such as runs/NAME"
-        )
-    header = _build(RunHeader, *_read_whole(folder / HEADER_FILE))
-    lines, torn_records = _read_lines(folder / RECORDS_FILE)
-    evaluations, torn_evaluations = _read_lines(folder / EVALUATIONS_FILE)
-    end, torn_end = _read_end(folder / END_FILE)
-    return Run(
-        folder=folder,
-        header=header,
-        records=[_build(UpdateRecord, data, where) for data, where in lines],
-        evaluations=[_build(Evaluation, data, where) for data, where in evaluations],
-        end=end,
-        torn_line=torn_records or torn_evaluations or torn_end,
-    )
-
-
 def padding_share(items: int | float, positions: int) -> float | None:
     """``1 - items / positions``: the share of positions that supervised nothing.
 
@@ -464,13 +279,6 @@ def package_versions(names: Iterable[str] = ("torch", "numpy", "wholebatch")) ->
     return versions
 
 
-def _not_written(path: Path, error: OSError) -> str:
-    return f"{path} can't be written: {error.strerror}"
-
-
-T = TypeVar("T", UpdateRecord, Evaluation, RunHeader, RunEnd)
-
-
 def _versioned(value: UpdateRecord | Evaluation | RunHeader | RunEnd) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, **finite(dataclasses.asdict(value))}
 
@@ -487,130 +295,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(entry) for entry in value]
     return value
-
-
-def _dump(data: dict[str, Any], indent: int | None = None) -> str:
-    try:
-        return json.dumps(data, allow_nan=False, indent=indent)
-    except TypeError as error:
-        raise RecordError(f"a record holds plain numbers, texts and lists only: {error}") from error
-
-
-def _read_whole(path: Path) -> tuple[dict[str, Any], str]:
-    data = _parse(_bytes_of(path))
-    if data is None:
-        raise RecordError(f"{path} is not a JSON object; it was cut off or changed after it was written")
-    return data, str(path)
-
-
-def _read_end(path: Path) -> tuple[RunEnd | None, bool]:
-    """The end, None where there is none, and whether it was torn; the records can be read without."""
-    if not path.is_file():
-        return None, False
-    data = _parse(_bytes_of(path))
-    return (None, True) if data is None else (_build(RunEnd, data, str(path)), False)
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RecordError(f"{path} can't be read: {error.strerror}") from error
-
-
-def _read_lines(path: Path) -> tuple[list[tuple[dict[str, Any], str]], bool]:
-    """The objects of a file of JSON lines, each with its place, and whether the last was torn."""
-    if not path.is_file():
-        return [], False
-    parsed: list[tuple[dict[str, Any], str]] = []
-    lines = _bytes_of(path).split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        unfinished = number == len(lines)
-        if unfinished and not line:
-            break
-        data = _parse(line)
-        if data is None and unfinished:
-            return parsed, True
-        if data is None:
-            raise RecordError(f"{path} line {number} is not a JSON object; only a last line may be cut off")
-        parsed.append((data, f"{path} line {number}"))
-    return parsed, False
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        data = json.loads(line, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return None
-    return data if isinstance(data, dict) else None
-
-
-def _refuse_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
-def _build(kind: type[T], data: dict[str, Any], where: str) -> T:
-    if "schema_version" not in data:
-        raise RecordError(f"{where} has no schema_version; it was not written by this program")
-    version = data["schema_version"]
-    if type(version) is not int or version < 1:  # a bool is no version
-        raise RecordError(
-            f"{where}: schema_version is {_shown(version)}; it takes a whole number from 1 on"
-        )
-    if version > SCHEMA_VERSION:
-        raise RecordError(
-            f"{where} has schema version {_shown(version)}; this program reads up to {SCHEMA_VERSION}: "
-            "read it with the version that wrote it"
-        )
-    known = {f.name: f for f in dataclasses.fields(kind)}
-    required = [n for n, f in known.items() if f.default is f.default_factory is dataclasses.MISSING]
-    missing = [name for name in required if name not in data]
-    if missing:
-        raise RecordError(f"{where} lacks {', '.join(missing)}")
-    for name, annotation in get_type_hints(kind).items():
-        if name in data:
-            _check_type(data[name], annotation, f"{where}: {name}")
-    return kind(**{name: value for name, value in data.items() if name in known})
-
-
-_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-# Far above all that is counted; a longer number could be read, but not divided or shown.
-_NUMBERS_BELOW = 2**64
-
-
-def _check_type(value: Any, annotation: Any, place: str) -> None:
-    """Raise RecordError, naming the place, where a value read from JSON is not what is annotated."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is UnionType:
-        if value is None and NoneType in parts:
-            return
-        parts = tuple(part for part in parts if part is not NoneType)
-        # Of the unions here only ``int | float`` has two parts, and a float may be whole.
-        _check_type(value, parts[-1], place)
-    elif origin is Literal:
-        if value not in parts:
-            raise RecordError(f"{place} is {_shown(value)}; it can be {', '.join(parts)}")
-    elif origin is dict:
-        if not isinstance(value, dict):
-            raise RecordError(f"{place} is {_shown(value)}; it takes an object")
-        for key, entry in value.items():
-            _check_type(entry, parts[1], f"{place}[{key!r}]")
-    elif origin in (list, Sequence):
-        if not isinstance(value, list):
-            raise RecordError(f"{place} is {_shown(value)}; it takes a list")
-        for number, entry in enumerate(value):
-            _check_type(entry, parts[0], f"{place}[{number}]")
-    elif annotation is not Any:
-        _check_scalar(value, annotation, place)
-
-
-def _check_scalar(value: Any, kind: type, place: str) -> None:
-    if type(value) not in ((int, float) if kind is float else (kind,)):  # a bool is no number
-        raise RecordError(f"{place} is {_shown(value)}; it takes {_TYPE_NAMES[kind]}")
-    if (type(value) is int and abs(value) >= _NUMBERS_BELOW) or value in (math.inf, -math.inf):
-        raise RecordError(f"{place} is {_shown(value)}, which is too large for a number of a run")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"

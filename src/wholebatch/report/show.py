@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from wholebatch.errors import RecordError
-from wholebatch.record import HEADER_FILE, Run, RunHeader, UpdateRecord, padding_share, read_run
+from wholebatch.record import HEADER_FILE, RunHeader, UpdateRecord, padding_share
 from wholebatch.report.output import OutputConsole, text_stream, write_json
 from wholebatch.report.words import number_of, skip_words
+from wholebatch.run_reader import Run, read_run
 
 BARS = "▁▂▃▄▅▆▇█"
 LAST_UPDATES_SHOWN = 5

@@ -18,10 +18,11 @@ from types import FrameType
 
 from wholebatch.epochs import EpochLedger, samples_after
 from wholebatch.errors import JudgeError, RecordError
-from wholebatch.record import STOPPED_BY_USER, RunHeader, RunLog, UpdateRecord, used_folder
+from wholebatch.record import STOPPED_BY_USER, RunHeader, UpdateRecord
 from wholebatch.report.ledger import plan_findings, plan_text
 from wholebatch.report.output import OutputClosedError
 from wholebatch.report.words import number_of
+from wholebatch.run_log import RunLog, used_folder
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.display import Display
 from wholebatch.train.evaluate import evaluate_held_out

@@ -23,6 +23,7 @@ FLOORS = {
     "record": 1,
     "run_log": 1,
     "run_reader": 1,
+    "run_resumption": 1,
     # tensors, one process
     "objective": 2,
     "losses": 2,
@@ -48,6 +49,7 @@ FLOORS = {
     "audit": 5,
     # faces
     "train": 6,
+    "targets": 6,
     "planner": 6,
     "report": 6,
     "cli": 6,

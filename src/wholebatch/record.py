@@ -5,7 +5,9 @@ A run folder holds::
     header.json         the plan, the seeds and the versions: written once, before the first update
     records.jsonl       one UpdateRecord a line, in the order of the updates
     evaluations.jsonl   one Evaluation a line
-    end.json            how the run ended; absent when it was killed
+    end.json            how the run ended; absent when it was killed or goes on
+    resumptions.jsonl   one Resumption a line, for every time that the run was gone on with
+    abandoned.jsonl     what was made after the checkpoint that a resumption came back to
 
 Everything here is plain data and imports no torch, so that a log can be read on any machine. Within
 one schema version keys may be added, and a reader ignores those that it does not know. ``run_log``
@@ -15,6 +17,7 @@ writes such a folder, ``run_reader`` reads it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +39,8 @@ HEADER_FILE = "header.json"
 RECORDS_FILE = "records.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 END_FILE = "end.json"
+RESUMPTIONS_FILE = "resumptions.jsonl"
+ABANDONED_FILE = "abandoned.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +203,47 @@ class RunEnd:
         return _versioned(self)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumption:
+    """A run was gone on with, from the end of an update that a checkpoint holds.
+
+    Args:
+        updates_attempted: attempted updates of the run at that checkpoint.
+        samples: training samples that the run had consumed by then.
+        micro_batch_samples: m from here on.
+        micro_batches_per_window: A from here on.
+        replicas: D from here on.
+        layout: ranks and parallel degrees from here on.
+        precision: as in the header, from here on.
+        command: the words of the command line.
+        changed_settings: by name, ``[before, after]`` of each setting that is another from here on.
+        versions: by package.
+        at: ISO 8601, UTC.
+        abandoned_updates: updates made after that checkpoint, whose records were moved away;
+            ``RunLog.resume`` fills it in.
+        previous_end: how the run had ended before; None when it was killed. ``RunLog.resume`` fills
+            it in.
+    """
+
+    updates_attempted: int
+    samples: int
+    micro_batch_samples: int
+    micro_batches_per_window: int
+    replicas: int
+    layout: dict[str, int]
+    precision: str
+    command: list[str] = field(default_factory=list)
+    changed_settings: dict[str, list[Any]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=lambda: package_versions())
+    at: str = field(default_factory=lambda: utc_now())
+    abandoned_updates: int = 0
+    previous_end: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resumption as JSON-ready data with its schema version."""
+        return _versioned(self)
+
+
 @dataclass(kw_only=True, slots=True)
 class Counters:
     """Totals of a run, over all replicas.
@@ -279,7 +325,19 @@ def package_versions(names: Iterable[str] = ("torch", "numpy", "wholebatch")) ->
     return versions
 
 
-def _versioned(value: UpdateRecord | Evaluation | RunHeader | RunEnd) -> dict[str, Any]:
+def json_text(data: dict[str, Any], indent: int | None = None) -> str:
+    """Plain data as JSON.
+
+    Raises:
+        RecordError: something in it is no plain data.
+    """
+    try:
+        return json.dumps(data, allow_nan=False, indent=indent)
+    except TypeError as error:
+        raise RecordError(f"a record holds plain numbers, texts and lists only: {error}") from error
+
+
+def _versioned(value: UpdateRecord | Evaluation | RunHeader | RunEnd | Resumption) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, **finite(dataclasses.asdict(value))}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -17,10 +17,13 @@ from wholebatch.record import (
     STOPPED_BY_USER,
     EndReason,
     Evaluation,
+    Resumption,
     RunEnd,
     RunHeader,
     UpdateRecord,
+    json_text,
 )
+from wholebatch.run_resumption import come_back_to, not_written
 
 
 class RunLog:
@@ -40,17 +43,39 @@ class RunLog:
     def __init__(self, folder: str | Path, header: RunHeader) -> None:
         self.folder = Path(folder)
         self._files: dict[str, TextIO] = {}
-        header_text = _dump(header.to_dict(), indent=2)
+        header_text = json_text(header.to_dict(), indent=2)
         refusal = used_folder(self.folder)
         if refusal is not None:
             raise RecordError(refusal)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / HEADER_FILE).write_text(header_text + "\n", encoding="utf-8")
-            for name in (RECORDS_FILE, EVALUATIONS_FILE):
-                self._files[name] = (self.folder / name).open("w", encoding="utf-8")
         except OSError as error:
             raise RecordError(f"run folder {self.folder} can't be written: {error.strerror}") from error
+        self._open()
+
+    @classmethod
+    def resume(cls, folder: str | Path, resumption: Resumption) -> Self:
+        """Go on with the run of a folder, from the checkpoint that ``resumption`` describes.
+
+        The records and evaluations made after that checkpoint are moved to ``abandoned.jsonl``, so
+        that nothing counts twice, and a last line that was cut off goes with them; the end that the
+        run had is kept in its line of ``resumptions.jsonl``. Each file is replaced as a whole, and
+        after a crash at any point between the same call can be made again.
+
+        Args:
+            folder: the folder of the run. Nobody else may be writing to it.
+            resumption: where the run is gone on with, and how.
+
+        Raises:
+            RecordError: no run there or one that can't be read or written; fewer records than the
+                checkpoint has updates, or records of other samples.
+        """
+        come_back_to(Path(folder), resumption)
+        log = cls.__new__(cls)  # __init__ begins a new run
+        log.folder, log._files = Path(folder), {}
+        log._open()
+        return log
 
     def write(self, record: UpdateRecord) -> None:
         """Append one update."""
@@ -59,6 +84,24 @@ class RunLog:
     def write_evaluation(self, evaluation: Evaluation) -> None:
         """Append one evaluation."""
         self._append(EVALUATIONS_FILE, evaluation.to_dict())
+
+    def sync(self) -> None:
+        """Have what was written put on the disk itself, so that it outlives a crash of the machine.
+
+        To be called before a checkpoint is written: a checkpoint of more updates than there are
+        records can't be gone on with.
+
+        Raises:
+            RecordError: a file is closed already, or can't be written.
+        """
+        if not self._files:
+            raise RecordError(f"run folder {self.folder} is closed; nothing more can be written to it")
+        for name, file in self._files.items():
+            try:
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError as error:
+                raise RecordError(not_written(self.folder / name, error)) from error
 
     def close(self, reason: EndReason = "done", message: str | None = None) -> None:
         """Close the files and write how the run ended; a second call changes nothing.
@@ -76,14 +119,14 @@ class RunLog:
             try:
                 file.close()
             except OSError as error:
-                refusals.append(_not_written(self.folder / name, error))
+                refusals.append(not_written(self.folder / name, error))
         self._files.clear()
         if refusals and reason == "done":
             reason, message = "failed", refusals[0]
         try:
             self._write_end(RunEnd(reason=reason, message=message))
         except OSError as error:
-            refusals.append(_not_written(self.folder / END_FILE, error))
+            refusals.append(not_written(self.folder / END_FILE, error))
         if refusals:
             raise RecordError("; ".join(refusals))
 
@@ -102,11 +145,20 @@ class RunLog:
             else:
                 self.close("failed", f"{type(error).__name__}: {error}")
 
+    def _open(self) -> None:
+        for name in (RECORDS_FILE, EVALUATIONS_FILE):
+            try:
+                self._files[name] = (self.folder / name).open("a", encoding="utf-8")
+            except OSError as error:
+                for file in self._files.values():
+                    file.close()
+                raise RecordError(not_written(self.folder / name, error)) from error
+
     def _write_end(self, end: RunEnd) -> None:
         """Under another name first, so that a full disk or a crash leaves no half of an end."""
         unfinished = self.folder / f"{END_FILE}.unfinished"
         try:
-            unfinished.write_text(_dump(end.to_dict(), indent=2) + "\n", encoding="utf-8")
+            unfinished.write_text(json_text(end.to_dict(), indent=2) + "\n", encoding="utf-8")
             unfinished.replace(self.folder / END_FILE)
         except OSError:
             with contextlib.suppress(OSError):
@@ -116,12 +168,12 @@ class RunLog:
     def _append(self, name: str, data: dict[str, Any]) -> None:
         if name not in self._files:
             raise RecordError(f"run folder {self.folder} is closed; nothing more can be written to {name}")
-        line = _dump(data) + "\n"
+        line = json_text(data) + "\n"
         try:
             self._files[name].write(line)
             self._files[name].flush()
         except OSError as error:
-            raise RecordError(_not_written(self.folder / name, error)) from error
+            raise RecordError(not_written(self.folder / name, error)) from error
 
 
 def used_folder(folder: str | Path) -> str | None:
@@ -136,14 +188,3 @@ def used_folder(folder: str | Path) -> str | None:
         f"run folder {folder} holds files already; a run is never written over another: "
         "give this one a new name, or move the old folder away"
     )
-
-
-def _not_written(path: Path, error: OSError) -> str:
-    return f"{path} can't be written: {error.strerror}"
-
-
-def _dump(data: dict[str, Any], indent: int | None = None) -> str:
-    try:
-        return json.dumps(data, allow_nan=False, indent=indent)
-    except TypeError as error:
-        raise RecordError(f"a record holds plain numbers, texts and lists only: {error}") from error

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from wholebatch.errors import RecordError
 from wholebatch.record import (
@@ -17,15 +18,17 @@ from wholebatch.record import (
     EVALUATIONS_FILE,
     HEADER_FILE,
     RECORDS_FILE,
+    RESUMPTIONS_FILE,
     SCHEMA_VERSION,
     Counters,
     Evaluation,
+    Resumption,
     RunEnd,
     RunHeader,
     UpdateRecord,
 )
 
-T = TypeVar("T", UpdateRecord, Evaluation, RunHeader, RunEnd)
+T = TypeVar("T", UpdateRecord, Evaluation, RunHeader, RunEnd, Resumption)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +43,9 @@ class Run:
         end: how it ended; None when it was killed or is still going, or its file is torn.
         torn_line: True when the last line of a file, or the end, was cut off in the middle and left
             out.
+        resumptions: the times that it was gone on with, in order.
+        disorder: where the updates of the records do not run 1, 2, 3 and so on, in words; None where
+            they do. Totals of such records can't be trusted.
     """
 
     folder: Path
@@ -48,6 +54,8 @@ class Run:
     evaluations: list[Evaluation]
     end: RunEnd | None
     torn_line: bool
+    resumptions: list[Resumption] = field(default_factory=list)
+    disorder: str | None = None
 
     def counters(self) -> Counters:
         """The totals of the records, over all replicas."""
@@ -79,21 +87,54 @@ def read_run(folder: str | Path) -> Run:
             f"no run in {folder}: it has no {HEADER_FILE}; give the folder of a run, such as runs/NAME"
         )
     header = _build(RunHeader, *_read_whole(folder / HEADER_FILE))
-    lines, torn_records = _read_lines(folder / RECORDS_FILE)
-    evaluations, torn_evaluations = _read_lines(folder / EVALUATIONS_FILE)
+    records, torn_records = read_all(UpdateRecord, folder / RECORDS_FILE)
+    evaluations, torn_evaluations = read_all(Evaluation, folder / EVALUATIONS_FILE)
+    resumptions, torn_resumptions = read_all(Resumption, folder / RESUMPTIONS_FILE)
     end, torn_end = _read_end(folder / END_FILE)
     return Run(
         folder=folder,
         header=header,
-        records=[_build(UpdateRecord, data, where) for data, where in lines],
-        evaluations=[_build(Evaluation, data, where) for data, where in evaluations],
+        records=records,
+        evaluations=evaluations,
         end=end,
-        torn_line=torn_records or torn_evaluations or torn_end,
+        torn_line=torn_records or torn_evaluations or torn_resumptions or torn_end,
+        resumptions=resumptions,
+        disorder=broken_order(records),
     )
 
 
+def broken_order(records: Iterable[UpdateRecord], *, updates_before: int = 0) -> str | None:
+    """Where ``updates_attempted`` does not go up by one from record to record, in words; else None.
+
+    Args:
+        records: neighbouring records of a run.
+        updates_before: attempted updates of the run before the first of them.
+    """
+    for due, record in enumerate(records, start=updates_before + 1):
+        if record.updates_attempted != due:
+            return f"record {due} is of update {record.updates_attempted}, where update {due} is due"
+    return None
+
+
+def read_all(kind: type[T], path: Path) -> tuple[list[T], bool]:
+    """Read a file of JSON lines that are all of one kind.
+
+    Args:
+        kind: the dataclass of a line.
+        path: the file; where there is none, nothing was written yet.
+
+    Returns:
+        What the lines say, and whether the last was torn and is left out.
+
+    Raises:
+        RecordError: a line that is none of this kind; names the file, the line and the key.
+    """
+    lines, torn = read_lines(path)
+    return [_build(kind, data, where) for data, where in lines], torn
+
+
 def _read_whole(path: Path) -> tuple[dict[str, Any], str]:
-    data = _parse(_bytes_of(path))
+    data = _parse(bytes_of(path))
     if data is None:
         raise RecordError(f"{path} is not a JSON object; it was cut off or changed after it was written")
     return data, str(path)
@@ -103,70 +144,112 @@ def _read_end(path: Path) -> tuple[RunEnd | None, bool]:
     """The end, None where there is none, and whether it was torn; the records can be read without."""
     if not path.is_file():
         return None, False
-    data = _parse(_bytes_of(path))
+    data = _parse(bytes_of(path))
     return (None, True) if data is None else (_build(RunEnd, data, str(path)), False)
 
 
-def _bytes_of(path: Path) -> bytes:
+def bytes_of(path: Path) -> bytes:
+    """The content of a file; a RecordError with its name where it can't be read."""
     try:
         return path.read_bytes()
     except OSError as error:
         raise RecordError(f"{path} can't be read: {error.strerror}") from error
 
 
-def _read_lines(path: Path) -> tuple[list[tuple[dict[str, Any], str]], bool]:
-    """The objects of a file of JSON lines, each with its place, and whether the last was torn."""
-    if not path.is_file():
-        return [], False
-    parsed: list[tuple[dict[str, Any], str]] = []
-    lines = _bytes_of(path).split(b"\n")
+Place = str | tuple["Place", str | int]
+
+
+def read_lines(path: Path) -> tuple[list[tuple[dict[str, Any], Place]], bool]:
+    """The objects of a file of JSON lines, each with its place, and whether the last was torn.
+
+    Raises:
+        RecordError: the file can't be read, or a line other than the last is not a JSON object.
+    """
+    return parse_lines(bytes_of(path) if path.is_file() else b"", path, lines_before=0)
+
+
+def parse_lines(
+    content: bytes, path: Path, *, lines_before: int
+) -> tuple[list[tuple[dict[str, Any], Place]], bool]:
+    """The same of a part of a file that begins with a line.
+
+    Args:
+        content: the part.
+        path: the file, for messages.
+        lines_before: lines of the file before the part.
+
+    Raises:
+        RecordError: a line other than the last is not a JSON object.
+    """
+    parsed: list[tuple[dict[str, Any], Place]] = []
+    lines = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
         unfinished = number == len(lines)
         if unfinished and not line:
             break
-        data = _parse(line)
+        data, place = _parse(line), f"{path} line {lines_before + number}"
         if data is None and unfinished:
             return parsed, True
         if data is None:
-            raise RecordError(f"{path} line {number} is not a JSON object; only a last line may be cut off")
-        parsed.append((data, f"{path} line {number}"))
+            raise RecordError(f"{place} is not a JSON object; only a last line may be cut off")
+        parsed.append((data, place))
     return parsed, False
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        data = json.loads(line, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return None
-    return data if isinstance(data, dict) else None
 
 
 def _refuse_constant(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
-def _build(kind: type[T], data: dict[str, Any], where: str) -> T:
-    if "schema_version" not in data:
-        raise RecordError(f"{where} has no schema_version; it was not written by this program")
-    version = data["schema_version"]
-    if type(version) is not int or version < 1:  # a bool is no version
-        raise RecordError(
-            f"{where}: schema_version is {_shown(version)}; it takes a whole number from 1 on"
-        )
-    if version > SCHEMA_VERSION:
-        raise RecordError(
-            f"{where} has schema version {_shown(version)}; this program reads up to {SCHEMA_VERSION}: "
-            "read it with the version that wrote it"
-        )
-    known = {f.name: f for f in dataclasses.fields(kind)}
-    required = [n for n, f in known.items() if f.default is f.default_factory is dataclasses.MISSING]
+# Made once: ``json.loads`` with an option of its own makes one for every line.
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        data = _DECODER.decode(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _build(kind: type[T], data: dict[str, Any], where: Place) -> T:
+    version = data.get("schema_version")
+    # A bool is no version.
+    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+        raise RecordError(_version_refusal(data, where))
+    checks, required = _shape(cast("Any", kind))  # mypy takes the dataclass's own hash for the class's
     missing = [name for name in required if name not in data]
     if missing:
-        raise RecordError(f"{where} lacks {', '.join(missing)}")
-    for name, annotation in get_type_hints(kind).items():
+        raise RecordError(f"{_told(where)} lacks {', '.join(missing)}")
+    known = {}
+    for name, check in checks.items():
         if name in data:
-            _check_type(data[name], annotation, f"{where}: {name}")
-    return kind(**{name: value for name, value in data.items() if name in known})
+            known[name] = value = data[name]
+            check(value, (where, name))
+    return kind(**known)
+
+
+def _version_refusal(data: dict[str, Any], where: Place) -> str:
+    if "schema_version" not in data:
+        return f"{_told(where)} has no schema_version; it was not written by this program"
+    version = data["schema_version"]
+    if type(version) is not int or version < 1:
+        return f"{_told(where)}: schema_version is {_shown(version)}; it takes a whole number from 1 on"
+    return (
+        f"{_told(where)} has schema version {_shown(version)}; this program reads up to {SCHEMA_VERSION}: "
+        "read it with the version that wrote it"
+    )
+
+
+Check = Callable[[Any, Place], None]
+
+
+@cache
+def _shape(kind: Any) -> tuple[dict[str, Check], list[str]]:
+    """The checks of a kind by field, and the names of the fields that every line has."""
+    fields = dataclasses.fields(kind)
+    required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    return {name: _checker(hint) for name, hint in get_type_hints(kind).items()}, required
 
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -174,37 +257,89 @@ _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "t
 _NUMBERS_BELOW = 2**64
 
 
-def _check_type(value: Any, annotation: Any, place: str) -> None:
-    """Raise RecordError, naming the place, where a value read from JSON is not what is annotated."""
+def _checker(annotation: Any) -> Check:
+    """A function that raises RecordError, naming the place, where a value is not what is annotated.
+
+    Made once for every field: a run may have 100,000 lines of twenty.
+    """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is UnionType:
-        if value is None and NoneType in parts:
-            return
-        parts = tuple(part for part in parts if part is not NoneType)
         # Of the unions here only ``int | float`` has two parts, and a float may be whole.
-        _check_type(value, parts[-1], place)
-    elif origin is Literal:
-        if value not in parts:
-            raise RecordError(f"{place} is {_shown(value)}; it can be {', '.join(parts)}")
-    elif origin is dict:
+        inner = _checker([part for part in parts if part is not NoneType][-1])
+        return _or_none(inner) if NoneType in parts else inner
+    if origin is Literal:
+        return _one_of(parts)
+    if origin is dict:
+        return _object_of(_checker(parts[1]))
+    if origin in (list, Sequence):
+        return _list_of(_checker(parts[0]))
+    return _anything if annotation is Any else _scalar(annotation)
+
+
+def _anything(_value: Any, _place: Place) -> None:
+    return None
+
+
+def _or_none(inner: Check) -> Check:
+    def check(value: Any, place: Place) -> None:
+        if value is not None:
+            inner(value, place)
+
+    return check
+
+
+def _one_of(words: Sequence[str]) -> Check:
+    def check(value: Any, place: Place) -> None:
+        if value not in words:
+            raise RecordError(f"{_told(place)} is {_shown(value)}; it can be {', '.join(words)}")
+
+    return check
+
+
+def _object_of(inner: Check) -> Check:
+    def check(value: Any, place: Place) -> None:
         if not isinstance(value, dict):
-            raise RecordError(f"{place} is {_shown(value)}; it takes an object")
+            raise RecordError(f"{_told(place)} is {_shown(value)}; it takes an object")
         for key, entry in value.items():
-            _check_type(entry, parts[1], f"{place}[{key!r}]")
-    elif origin in (list, Sequence):
+            inner(entry, (place, f"[{key!r}]"))
+
+    return check
+
+
+def _list_of(inner: Check) -> Check:
+    def check(value: Any, place: Place) -> None:
         if not isinstance(value, list):
-            raise RecordError(f"{place} is {_shown(value)}; it takes a list")
+            raise RecordError(f"{_told(place)} is {_shown(value)}; it takes a list")
         for number, entry in enumerate(value):
-            _check_type(entry, parts[0], f"{place}[{number}]")
-    elif annotation is not Any:
-        _check_scalar(value, annotation, place)
+            inner(entry, (place, number))
+
+    return check
 
 
-def _check_scalar(value: Any, kind: type, place: str) -> None:
-    if type(value) not in ((int, float) if kind is float else (kind,)):  # a bool is no number
-        raise RecordError(f"{place} is {_shown(value)}; it takes {_TYPE_NAMES[kind]}")
-    if (type(value) is int and abs(value) >= _NUMBERS_BELOW) or value in (math.inf, -math.inf):
-        raise RecordError(f"{place} is {_shown(value)}, which is too large for a number of a run")
+def _scalar(kind: type) -> Check:
+    kinds = (int, float) if kind is float else (kind,)
+
+    def check(value: Any, place: Place) -> None:
+        if type(value) not in kinds:  # a bool is no number
+            raise RecordError(f"{_told(place)} is {_shown(value)}; it takes {_TYPE_NAMES[kind]}")
+        if kind in (int, float):
+            whole = type(value) is int
+            if not (-_NUMBERS_BELOW < value < _NUMBERS_BELOW if whole else math.isfinite(value)):
+                raise RecordError(
+                    f"{_told(place)} is {_shown(value)}, which is too large for a number of a run"
+                )
+
+    return check
+
+
+def _told(place: Place) -> str:
+    """``FILE line 3: terms['ce']['items']``."""
+    if isinstance(place, str):
+        return place
+    outer, inner = place
+    if isinstance(outer, str):
+        return f"{outer}: {inner}"
+    return f"{_told(outer)}[{inner}]" if isinstance(inner, int) else f"{_told(outer)}{inner}"
 
 
 def _shown(value: Any) -> str:

@@ -6,19 +6,15 @@ machine; their first rank hands the verdict back in a file, and the parent tells
 
 from __future__ import annotations
 
-import importlib
-import importlib.machinery
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,10 +25,10 @@ from wholebatch.errors import JudgeError, UsageError, WholebatchError
 from wholebatch.record import finite
 from wholebatch.report.output import text_stream, write_json
 from wholebatch.report.verdict_text import render
+from wholebatch.targets import find_target, guarded
 from wholebatch.verify import verify_window
 from wholebatch.verify.together import together
 from wholebatch.verify.trial import check_seed, seeded
-from wholebatch.verify.whereabouts import told
 
 # Where the ranks of ``--ranks N`` leave the verdict for the process that started them.
 _HAND_BACK = "WHOLEBATCH_VERDICT_FILE"
@@ -150,76 +146,10 @@ def load_problem(target: str) -> dict[str, Any]:
         UsageError: nothing of that name.
         JudgeError: importing or calling it failed, or it returned something else.
     """
-    place, colon, name = target.rpartition(":")
-    if not colon or not place or not name:
-        raise UsageError(f"{target!r} does not name a problem; write module:name or file.py:name")
-    module = _import(place)
-    if not hasattr(module, name):
-        raise UsageError(f"{place} has no {name!r}; it has {', '.join(_public(module)) or 'nothing'}")
-    found = getattr(module, name)
+    found = find_target(target, what="a problem")
     if callable(found):
-        found = _guarded(found, f"{target}() failed")
+        found = guarded(found, f"{target}() failed")
     return _parts(found, target)
-
-
-def _import(place: str) -> ModuleType:
-    path = Path(place)
-    if path.suffix == ".py":
-        if not path.is_file():
-            raise UsageError(f"there is no file {place}; give the path of a Python file, or module:name")
-        # A name of its own, so that a file called json.py does not take the place of another module.
-        name = f"wholebatch_problem_{path.stem}"
-        loader = importlib.machinery.SourceFileLoader(name, str(path))
-        module = importlib.util.module_from_spec(
-            importlib.machinery.ModuleSpec(name, loader, origin=str(path))
-        )
-        module.__file__ = str(path.resolve())
-        with _importable_from(path.parent):
-            sys.modules[name] = module  # dataclasses look their own module up there
-            _guarded(lambda: loader.exec_module(module), f"importing {place} failed")
-        return module
-    with _importable_from(Path.cwd()):
-        # Finding a module imports the packages that it is in.
-        if not _guarded(lambda: _module_exists(place), f"importing {place} failed"):
-            raise UsageError(f"there is no module {place!r} here; give module:name, or file.py:name")
-        imported: ModuleType = _guarded(lambda: importlib.import_module(place), f"importing {place} failed")
-        return imported
-
-
-def _module_exists(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ModuleNotFoundError, ValueError):
-        return False
-
-
-@contextmanager
-def _importable_from(folder: Path) -> Iterator[None]:
-    entry = str(folder.resolve())
-    sys.path.insert(0, entry)
-    try:
-        yield
-    finally:
-        if entry in sys.path:
-            sys.path.remove(entry)
-
-
-def _guarded(call: Callable[[], Any], what: str) -> Any:
-    """Call the user's code; its exceptions become a JudgeError that names them."""
-    try:
-        return call()
-    except WholebatchError:
-        raise
-    except (Exception, SystemExit) as error:  # an exit code of theirs is no verdict
-        raise JudgeError(f"{what} with {told(error)}") from error
-
-
-def _public(module: ModuleType) -> list[str]:
-    """The functions and classes that the module itself defines."""
-    own = [
-        name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
-    ]
-    return [name for name in own if not name.startswith("_")]
 
 
 def _parts(found: Any, target: str) -> dict[str, Any]:

@@ -168,8 +168,10 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate over the run. Give its lengths in one unit: updates, samples or items.
 
+    A length of 0 is not given. Two lengths in different units are refused.
+
     Args:
-        warmup_updates: applied updates until the highest rate is reached, along a line.
+        warmup_updates: applied updates until the highest rate is reached, along a line; 0 for none.
         warmup_samples: the same in samples.
         warmup_items: the same in items.
         decay: the way down after that: "cosine", "linear", or "constant" for none.
@@ -180,7 +182,7 @@ class ScheduleConfig:
         final_share: of the highest rate that is left at the end.
     """
 
-    warmup_updates: int = 20
+    warmup_updates: int = 0
     warmup_samples: int = 0
     warmup_items: int = 0
     decay: Literal["cosine", "linear", "constant"] = "cosine"

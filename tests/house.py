@@ -24,6 +24,7 @@ FLOORS = {
     "run_log": 1,
     "run_reader": 1,
     "run_resumption": 1,
+    "run_tail": 1,
     # tensors, one process
     "objective": 2,
     "losses": 2,

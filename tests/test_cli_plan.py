@@ -311,7 +311,7 @@ def test_other_commands_hand_over_their_options(monkeypatch: pytest.MonkeyPatch)
         ((Path("a.toml"),), {"run_dir": Path("runs/a"), "updates": 3, "json_target": "-"}),
         ((None,), {"run_dir": None, "updates": None, "json_target": None}),
         (("m:f",), {"splits": "2+3,5", "ranks": 2, "seed": 7, "json_target": "v.json"}),
-        ((Path("runs/a"),), {"json_target": None}),
+        (([Path("runs/a")],), {"by": None, "follow_it": False, "json_target": None}),
     ]
 
 

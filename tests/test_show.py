@@ -15,7 +15,10 @@ from rich.console import Console
 from runs import a_record
 from wholebatch.errors import RecordError
 from wholebatch.record import Evaluation, RunHeader
-from wholebatch.report.show import BARS, ledger_line, loss_curve, render_run, run_summary, show, sparkline
+from wholebatch.report.curves import BARS, loss_curve, sparkline
+from wholebatch.report.run_view import ledger_line, render_run
+from wholebatch.report.show import show
+from wholebatch.report.summary import run_summary
 from wholebatch.run_log import RunLog
 from wholebatch.run_reader import read_run
 
@@ -69,11 +72,12 @@ def line_with(text: str, word: str) -> str:
 
 def test_the_facts_are_there(folder: Path) -> None:
     text = rendered(folder)
-    ledger = "ledger 4 samples a micro-batch x 2 micro-batches x 2 replicas = 16 samples an update"
+    ledger = "ledger 4 samples x 2 micro-batches x 2 replicas = 16 samples an update"
     assert line_with(text, "ledger") == ledger
-    assert line_with(text, "updates ") == ("updates 8 attempted, 7 applied; skipped: 1 not finite, 0 empty")
+    assert line_with(text, "updates ") == ("updates 8 attempted, 7 applied; not finite 1, empty 0")
     assert line_with(text, "samples ") == "samples 117 in 32 micro-batches"
-    assert line_with(text, "items ") == "items 6,400 in 8,550 positions; padding 25.1%"
+    assert line_with(text, "items ") == "items 6,400 in 8,550 positions"
+    assert line_with(text, "padding ") == "padding 25.1% of positions"
     assert line_with(text, "reductions") == "reductions 8 of gradients, by one rank"
     assert line_with(text, "seconds ") == "seconds 4.0; 1,600 items/s"
     assert line_with(text, "memory") == "memory 1,000 MiB at the peak of a rank"
@@ -86,8 +90,8 @@ def test_the_facts_are_there(folder: Path) -> None:
 
 def test_the_last_updates_are_listed(folder: Path) -> None:
     text = rendered(folder)
-    assert line_with(text, "8 ") == "8 applied (partial) 5 100 2.0000 1.2500 0.003 0.500"
-    assert line_with(text, "7 ") == "7 skipped_nonfinite 16 900 - - 0.003 0.500"
+    assert line_with(text, "8 ") == "8 applied, partial 5 100 2.0000 1.2500 0.003 0.500"
+    assert line_with(text, "7 ") == "7 not finite 16 900 - - 0.003 0.500"
     assert "update 7 was skipped: a gradient is not finite" in text
     assert "update 3 was" not in text
 
@@ -95,8 +99,8 @@ def test_the_last_updates_are_listed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"positions": 0}, "items 7,300 in - positions; padding -"),  # of this update alone
-        ({"items": 8000}, "items 14,400 in 9,750 positions; padding -"),  # weights add up to more
+        ({"positions": 0}, "items 7,300 in - positions"),  # of this update alone
+        ({"items": 8000}, "items 14,400 in 9,750 positions"),  # weights add up to more
     ],
 )
 def test_no_padding_is_told_that_is_not_known(folder: Path, changes: dict[str, int], line: str) -> None:
@@ -157,7 +161,7 @@ def test_a_run_without_updates(tmp_path: Path, folder: Path) -> None:
 
 
 def test_the_json_has_what_it_promises(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert show(folder, json_target="-") == 0
+    assert show([folder], json_target="-") == 0
     captured = capsys.readouterr()
     data = json.loads(captured.out)
     assert "8 attempted" in captured.err
@@ -176,7 +180,7 @@ def test_the_json_has_what_it_promises(folder: Path, capsys: pytest.CaptureFixtu
 def test_text_goes_to_standard_output_without_json(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert show(folder) == 0
+    assert show([folder]) == 0
     captured = capsys.readouterr()
     assert "8 attempted" in captured.out
     assert captured.err == ""
@@ -184,7 +188,7 @@ def test_text_goes_to_standard_output_without_json(
 
 def test_no_run_there(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="no run in"):
-        show(tmp_path)
+        show([tmp_path])
 
 
 def test_a_folder_of_runs_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +198,7 @@ def test_a_folder_of_runs_is_listed(folder: Path, capsys: pytest.CaptureFixture[
     (runs / "torn").mkdir()
     (runs / "torn" / "header.json").write_text("{")
     (runs / "notes").mkdir()
-    assert show(runs, json_target="-") == 0
+    assert show([runs], json_target="-") == 0
     captured = capsys.readouterr()
     assert "header.json is not a JSON object" in captured.err
     listed = [line.split() for line in captured.err.splitlines()]
@@ -214,7 +218,7 @@ def test_the_ledger_of_one_of_each(folder: Path) -> None:
     header = read_run(folder).header.to_dict() | {"micro_batches_per_window": 1, "replicas": 1}
     del header["schema_version"]
     line = ledger_line(RunHeader(**(header | {"global_batch_samples": 4})))
-    assert line == "4 samples a micro-batch x 1 micro-batch x 1 replica = 4 samples an update"
+    assert line == "4 samples x 1 micro-batch x 1 replica = 4 samples an update"
 
 
 def test_the_curve_falls_and_leaves_gaps() -> None:

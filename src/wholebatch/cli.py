@@ -305,17 +305,28 @@ def verify(
 SHOW_EPILOG = """\b
 Examples:
   wholebatch show runs/NAME
-  wholebatch show runs/NAME --json -
+  wholebatch show runs/NAME --follow
+  wholebatch show runs/A runs/B --by items
   wholebatch show runs
 """
 
 
 @app.command(epilog=SHOW_EPILOG)
 def show(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or of runs to list.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN [RUN]", help="Folder of a run, of two to compare, or of runs to list."),
+    ],
+    by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="samples|items|updates|seconds", help="What two runs are compared over; else what fits."
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Watch the run until it ends.")] = False,
     json_target: JsonTarget = None,
 ) -> int:
-    """Tell what a run did, in updates, samples and items."""
-    from wholebatch.report.show import show as show_run
+    """Tell what a run did, or where two differ."""
+    from wholebatch.report.show import show as show_runs
 
-    return show_run(run, json_target=json_target)
+    return show_runs(runs, by=by, follow_it=follow, json_target=json_target)

@@ -25,7 +25,7 @@ from wholebatch.record import (
     Resumption,
     json_text,
 )
-from wholebatch.run_reader import Run, broken_order, bytes_of, read_lines, read_run
+from wholebatch.run_reader import Run, broken_order, bytes_of, parsed_lines, read_run
 
 
 def come_back_to(folder: Path, resumption: Resumption) -> None:
@@ -119,7 +119,9 @@ def _divided(path: Path, keep: list[bool]) -> tuple[bytes, list[dict[str, Any]]]
 
 def _abandoned(folder: Path, number: int, left: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was abandoned before, and by this resumption; a try that was cut short wrote some of that."""
-    before = [data for data, _ in read_lines(folder / ABANDONED_FILE)[0]]
+    path = folder / ABANDONED_FILE
+    lines = parsed_lines(path, bytes_of(path) if path.is_file() else b"")
+    before = [data for data, _ in lines if data is not None]
     written = [entry for entry in before if entry.get("resumption") == number]
     entries = [{"resumption": number, **each} for each in left]
     return before + [entry for entry in entries if entry not in written]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from wholebatch.report.output import OutputConsole, text_stream, write_json
-from wholebatch.report.show import SCHEMA_VERSION, run_summary
+from wholebatch.report.summary import SCHEMA_VERSION, run_summary
 from wholebatch.run_reader import read_run
 from wholebatch.train.config import load_config
 from wholebatch.train.display import choose_display

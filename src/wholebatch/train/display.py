@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wholebatch.record import Evaluation, UpdateRecord
-from wholebatch.report.show import sparkline
+from wholebatch.report.curves import sparkline
 from wholebatch.report.words import number_of, skip_words
 
 # The pace is shown over this many updates: one is too noisy, all too slow to follow.

@@ -1,0 +1,162 @@
+"""Watching a run that is going: a panel in a terminal, else a line for every update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic, sleep
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from wholebatch.record import Evaluation, UpdateRecord
+from wholebatch.report.curves import loss_curve, padding_line
+from wholebatch.report.run_view import CURVE_COLUMNS, ledger_line, number, recent_table, title
+from wholebatch.report.summary import LAST_UPDATES_SHOWN
+from wholebatch.report.words import number_of, skip_words
+from wholebatch.run_reader import Run, read_run
+from wholebatch.run_tail import RunTail
+
+POLL_S = 0.5
+# The panel fits into a terminal of 24 lines.
+PANEL_UPDATES, PANEL_CURVE_LINES = 3, 5
+PACE_UPDATES = 20
+
+
+def follow(folder: Path, console: Console) -> Run:
+    """Watch a run until it ends.
+
+    Waits where the folder is empty. A run that was killed has no end: watching it goes on, as it may
+    be gone on with, until the user stops it.
+
+    Args:
+        folder: of the run.
+        console: where to show it.
+
+    Returns:
+        The run, ended.
+
+    Raises:
+        RecordError: no such folder, no run in it, or one that can't be read.
+    """
+    runs = _growing(RunTail(folder))
+    if console.is_terminal:
+        _show_panel(folder, runs, console)
+    else:
+        _print_lines(folder, runs, console)
+    return read_run(folder)
+
+
+def _growing(tail: RunTail) -> Iterator[tuple[Run | None, float]]:
+    """Yield the run again and again until it has ended, and for how many seconds nothing was new."""
+    last_change = monotonic()
+    while True:
+        run, changed = tail.poll()
+        if changed:
+            last_change = monotonic()
+        yield run, monotonic() - last_change
+        if run is not None and run.end is not None:
+            return
+        sleep(POLL_S)
+
+
+def _show_panel(folder: Path, runs: Iterator[tuple[Run | None, float]], console: Console) -> None:
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        for run, quiet_seconds in runs:
+            live.update(waiting(folder) if run is None else panel(run, quiet_seconds), refresh=True)
+
+
+def waiting(folder: Path) -> Text:
+    """What is said before a run has begun."""
+    return Text(f"waiting for a run in {folder}", style="yellow")
+
+
+def panel(run: Run, quiet_seconds: float) -> RenderableType:
+    """A run that is going, on 24 lines of 80 columns.
+
+    Args:
+        run: as far as it is written.
+        quiet_seconds: for how long nothing was written.
+    """
+    parts: list[RenderableType] = [title(run), Text(ledger_line(run.header)), _pace(run, quiet_seconds)]
+    lines = loss_curve(run.records, width=CURVE_COLUMNS, height=PANEL_CURVE_LINES)
+    if lines:
+        parts += ["", Text("loss per item, by update", style="bold")]
+        parts += [Text(line, no_wrap=True, overflow="crop") for line in lines]
+    if padding := padding_line(run.records[-CURVE_COLUMNS:], width=CURVE_COLUMNS):
+        parts.append(Text(f"padding share of the last updates: {padding[0]}"))
+    if run.evaluations:
+        parts.append(Text(evaluation_line(run.evaluations[-1])))
+    if run.records:
+        parts += ["", recent_table(run.records[-PANEL_UPDATES:])]
+    return Group(*parts)
+
+
+def _pace(run: Run, quiet_seconds: float) -> Text:
+    """``items / seconds`` of the last updates, and when the last of them was."""
+    counters, last = run.counters(), run.records[-PACE_UPDATES:]
+    seconds = sum(r.seconds for r in last)
+    pace = f"; {sum(r.items for r in last) / seconds:,.0f} items/s" if seconds else ""
+    quiet = f"; nothing new for {quiet_seconds:,.0f} s" if quiet_seconds >= 10 * POLL_S else ""
+    return Text(
+        f"{number_of(counters.updates_attempted, 'update')}, {number_of(counters.samples, 'sample')}, "
+        f"{counters.items:,} items{pace}{quiet}"
+    )
+
+
+def _print_lines(folder: Path, runs: Iterator[tuple[Run | None, float]], console: Console) -> None:
+    """A line for each new update and evaluation; of those before the watching began, the last few."""
+
+    def say(words: Text | str) -> None:
+        console.print(Text(words) if isinstance(words, str) else words, soft_wrap=True)
+
+    before: Run | None = None
+    told_to_wait = False
+    for run, _ in runs:
+        if run is None and not told_to_wait:
+            told_to_wait = True
+            say(waiting(folder))
+        if run is not None and run is not before:
+            for line in news(before, run):
+                say(line)
+            before = run
+
+
+def news(before: Run | None, run: Run) -> list[str]:
+    """What a run wrote since it was last looked at, a line each.
+
+    Args:
+        before: as it was then; None where this is the first look.
+        run: as it is.
+    """
+    if before is None:
+        lines = [f"{run.folder}: {ledger_line(run.header)}"]
+        updates, evaluations = max(0, len(run.records) - LAST_UPDATES_SHOWN), len(run.evaluations)
+    else:
+        lines, updates, evaluations = [], len(before.records), len(before.evaluations)
+        for again in run.resumptions[len(before.resumptions) :]:
+            lines.append(f"resumed after {number_of(again.updates_attempted, 'update')}")
+            updates = min(updates, again.updates_attempted)
+            evaluations = sum(e.samples_consumed <= again.samples for e in before.evaluations)
+    lines += [update_line(record) for record in run.records[updates:]]
+    return lines + [evaluation_line(evaluation) for evaluation in run.evaluations[evaluations:]]
+
+
+def update_line(record: UpdateRecord) -> str:
+    """An update in one line."""
+    if record.reason is not None:
+        return skip_words(record)
+    return (
+        f"update {record.updates_attempted:,}  loss per item {number(record.loss_per_item)}  "
+        f"{number_of(record.samples, 'sample')}  {record.items:,} items  "
+        f"norm {number(record.gradient_norm)}  {record.seconds:.3f} s"
+    )
+
+
+def evaluation_line(evaluation: Evaluation) -> str:
+    """An evaluation in one line."""
+    return (
+        f"{evaluation.split.replace('_', ' ')} after {number_of(evaluation.updates_applied, 'update')}: "
+        f"loss per item {number(evaluation.loss_per_item)} over {evaluation.items:,} items"
+    )

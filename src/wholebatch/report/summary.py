@@ -1,0 +1,100 @@
+"""The facts of a run as a program reads them, and of the checkpoints that lie beside its records."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from wholebatch.record import UpdateRecord, padding_share
+from wholebatch.run_reader import Run
+
+LAST_UPDATES_SHOWN = 5
+# Of the JSON of ``wholebatch show`` and ``wholebatch train``.
+SCHEMA_VERSION = 1
+CHECKPOINTS_FOLDER, MANIFEST_FILE = "checkpoints", "manifest.json"
+
+
+def run_summary(run: Run) -> dict[str, Any]:
+    """The facts of a run as JSON-ready data; its keys are promised within a schema version.
+
+    ``padding_share = 1 - items / positions`` and ``items_per_second = items / seconds`` over all
+    updates; ``positions`` is 0, and the share None, where those of some update are not known.
+    ``loss_per_item`` gives that of the first and last update, and the lowest.
+    """
+    counters = run.counters()
+    known = all(r.positions for r in run.records if r.items)
+    positions = sum(r.positions for r in run.records) if known else 0
+    seconds = sum(r.seconds for r in run.records)
+    losses = [r.loss_per_item for r in run.records if r.loss_per_item is not None]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "folder": str(run.folder),
+        "header": run.header.to_dict(),
+        "counters": counters.state_dict(),
+        "positions": positions,
+        "padding_share": padding_share(counters.items, positions),
+        "reductions": sum(r.reductions for r in run.records),
+        "seconds": seconds,
+        "items_per_second": counters.items / seconds if seconds else None,
+        "loss_per_item": {
+            "first": losses[0] if losses else None,
+            "last": losses[-1] if losses else None,
+            "lowest": min(losses, default=None),
+        },
+        "peak_memory_bytes": _peak_memory(run.records),
+        "evaluations": [e.to_dict() for e in run.evaluations],
+        "last_records": [r.to_dict() for r in run.records[-LAST_UPDATES_SHOWN:]],
+        "checkpoints": found_checkpoints(run.folder),
+        "resumptions": [each.to_dict() for each in run.resumptions],
+        "end": run.end.to_dict() if run.end else None,
+        "torn_line": run.torn_line,
+        "disorder": run.disorder,
+    }
+
+
+def found_checkpoints(folder: Path) -> list[dict[str, Any]]:
+    """The checkpoints in a run's folder by update, as their manifests tell of them.
+
+    Nothing is checked but that a manifest can be read: whether a checkpoint is whole is found out
+    when it is loaded. One without a manifest is no checkpoint and is left out.
+
+    Args:
+        folder: of the run.
+
+    Returns:
+        Of each ``name``, ``created_at``, ``updates_attempted`` and ``samples`` (of its counters) and
+        ``score``; None for what a manifest does not say.
+    """
+    found = []
+    for path in sorted((folder / CHECKPOINTS_FOLDER).glob("update-*")):
+        if not re.fullmatch(r"update-\d+", path.name):
+            continue
+        try:
+            manifest = json.loads((path / MANIFEST_FILE).read_bytes())
+        except (OSError, ValueError):
+            continue
+        if isinstance(manifest, dict):
+            found.append({"name": path.name, **_facts_of(manifest)})
+    return found
+
+
+def _facts_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    counters = manifest.get("counters")
+    counters = counters if isinstance(counters, dict) else {}
+    return {
+        "created_at": _if_of(str, manifest.get("created_at")),
+        "updates_attempted": _if_of(int, counters.get("updates_attempted")),
+        "samples": _if_of(int, counters.get("samples")),
+        "score": _if_of((int, float), manifest.get("score")),
+    }
+
+
+def _if_of(kinds: type | tuple[type, ...], value: Any) -> Any:
+    return value if isinstance(value, kinds) and not isinstance(value, bool) else None
+
+
+def _peak_memory(records: Sequence[UpdateRecord]) -> int | None:
+    return max((max(r.peak_memory_bytes) for r in records if r.peak_memory_bytes), default=None)

@@ -1,0 +1,379 @@
+"""Save a run between two updates, and go on from there.
+
+What is saved is written aside, synced and renamed, so that a checkpoint is there as a whole or not at
+all; what is loaded is checked as a whole before the first tensor of the run is written. In both, what
+fails on one rank ends on all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from wholebatch.errors import (
+    CheckpointError,
+    PoisonedWindowError,
+    StaleGradientsError,
+    UsageError,
+    WindowUsageError,
+)
+from wholebatch.gradients import own_parameters
+from wholebatch.replay import RandomState
+from wholebatch.resume import folder as disk
+from wholebatch.resume.contents import TrainingParts, filled, put_back, refuse_misfit, take, targets_apart
+from wholebatch.resume.folder import CheckpointFacts, DamageError
+from wholebatch.resume.randomness import packed, restore
+from wholebatch.resume.sharded import facts_of_parts, need_safetensors, read_apart, write_apart
+from wholebatch.resume.together import Together
+from wholebatch.window import UpdateWindow
+
+T = TypeVar("T")
+FILES = ("model.pt", "optimizers.pt", "rest.pt")
+_LAYOUT = ("global_batch_samples", "micro_batch_samples", "micro_batches_per_window", "replicas", "ranks")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a run goes on from.
+
+    Args:
+        facts: of the checkpoint that was loaded.
+        same_layout: whether m, A, D and the ranks are those that it was saved with. If so the run goes on
+            bit for bit; if not, with the same global batches.
+        random_state_restored: whether this rank has its own random state back; else it has a fresh one.
+        more: the plain data that was saved in ``more``.
+    """
+
+    facts: CheckpointFacts
+    same_layout: bool
+    random_state_restored: bool
+    more: Mapping[str, Any]
+
+    @property
+    def updates_attempted(self) -> int:
+        """Updates of the run so far, skipped ones included."""
+        return self.facts.updates_attempted
+
+    @property
+    def samples(self) -> int:
+        """Samples consumed so far over all replicas: the position of the next global batch."""
+        return self.facts.samples
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder.
+
+    Every rank makes one and calls ``save`` and ``load`` at the same place of its loop, between updates.
+    The leading rank writes; where ranks hold different parts of the model, each writes its own.
+
+    Args:
+        folder: where they lie; made by the first save.
+        keep_last: how many of the last are kept.
+        keep_best: whether the one with the lowest score is kept beside them.
+        process_group: the ranks of the job; by default those of the model's DDP, or all.
+
+    Raises:
+        UsageError: a number of checkpoints to keep that is not 1 or more.
+
+    Exactness: bit for bit. On the same ranks, m, A and D the run goes on as if it had not ended.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep_last: int = 2,
+        keep_best: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1:
+            raise UsageError(f"keep_last={keep_last!r} is no number of checkpoints; keep 1 or more")
+        self.folder = Path(folder)
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._process_group = process_group
+
+    def list(self) -> list[CheckpointFacts]:
+        """The facts of each checkpoint, from the first update to the last; reads no tensor.
+
+        Those whose manifest can't be read are left out; ``load`` names them.
+        """
+        found = []
+        for path in disk.checkpoint_paths(self.folder):
+            try:
+                found.append(disk.read_facts(path))
+            except DamageError:
+                continue
+        return found
+
+    def save(
+        self, window: UpdateWindow, *, more: Mapping[str, Any] | None = None, score: float | None = None
+    ) -> Path:
+        """Write a checkpoint; all ranks call it, between updates.
+
+        Args:
+            window: whose model, optimizers, schedules, scaler, counters and position are saved.
+            more: objects with ``state_dict`` and ``load_state_dict`` (an averaged model), or plain data.
+            score: lower is better, such as a held-out loss; that of the leading rank counts.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            CheckpointError: it could not be written; those before it are as they were. On every rank.
+            WindowUsageError: an update is under way.
+            StaleGradientsError: gradients lie around, which a checkpoint does not hold.
+            PoisonedWindowError: the window is beyond repair, on this rank or another.
+            UnsupportedError: something in ``more`` that can't be read back without executing it.
+        """
+        _meet_between_updates(window, "save")
+        return self.save_parts(_parts_of(window, more), score=score)
+
+    def load(
+        self,
+        window: UpdateWindow,
+        *,
+        more: Mapping[str, Any] | None = None,
+        which: int | str | Path | None = None,
+    ) -> Found:
+        """Put a run back to where a checkpoint was made; all ranks call it, between updates.
+
+        Args:
+            window: built as it was saved, except for m, A and D.
+            more: the objects whose state was saved, by the same names.
+            which: an update's number, the name of a checkpoint or a path; by default the newest.
+
+        Returns:
+            Where the run is now.
+
+        Raises:
+            CheckpointError: it is damaged; names the newest intact one. Nothing was changed.
+            UsageError: it does not fit this run, or there is none. Nothing was changed.
+            WindowUsageError: an update is under way.
+            StaleGradientsError: gradients lie around, which would be added to the next update.
+            PoisonedWindowError: the window is beyond repair; build a new one.
+        """
+        _meet_between_updates(window, "load")
+        return self.load_parts(_parts_of(window, more), which=which)
+
+    # Without a window ---------------------------------------------------------------------------------
+
+    def save_parts(self, parts: TrainingParts, *, score: float | None = None) -> Path:
+        """:meth:`save` for a run without a window, such as one under ``fully_shard``.
+
+        Raises:
+            UsageError: a score that is not finite, or safetensors is needed and missing.
+        """
+        together = Together.of(parts.model, self._process_group)
+        if score is not None and not math.isfinite(score):
+            raise UsageError(f"score={score!r} can't be compared; give a finite number, or leave it out")
+        contents = together.all_or_none(lambda: _take_on_edge(parts))
+        states = together.gather(packed(RandomState.capture()))
+        contents.files["rest.pt"]["random"] = states
+        in_parts = any(together.gather(bool(contents.apart)))
+        if in_parts:
+            together.all_or_none(need_safetensors)
+        updates = parts.counters.updates_attempted
+        manifest = {
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "counters": parts.counters.state_dict(),
+            "layout": _layout_of(parts, together),
+            "score": None if score is None else float(score),
+            "versions": {"torch": str(torch.__version__), "wholebatch": version("wholebatch")},
+        }
+
+        def writing(act: Callable[[], T]) -> Callable[[], T]:
+            return lambda: _explained(self.folder, updates, act)
+
+        unfinished = together.on_leader(writing(lambda: disk.begin_folder(self.folder)))
+        try:
+            written: list[list[str]] = []
+            if in_parts:
+                mine = together.all_or_none(
+                    writing(lambda: write_apart(unfinished, contents.apart, together))
+                )
+                written = together.gather(mine)
+
+            def write_the_rest() -> Path:
+                facts = facts_of_parts(unfinished, written)
+                for name in FILES:
+                    facts[name] = disk.write_file(
+                        unfinished / name, functools.partial(torch.save, contents.files[name])
+                    )
+                return disk.finish_folder(
+                    unfinished, {**manifest, "files": facts}, updates_attempted=updates
+                )
+
+            path = together.on_leader(writing(write_the_rest))
+        except BaseException:
+            # Every rank: where the folder is not shared, each may have made its own.
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        if together.leads:
+            disk.rotate(self.folder, path, keep_last=self._keep_last, keep_best=self._keep_best)
+        return path
+
+    def load_parts(self, parts: TrainingParts, *, which: int | str | Path | None = None) -> Found:
+        """:meth:`load` for a run without a window, such as one under ``fully_shard``.
+
+        The ranks may be more or fewer than those that saved, and hold the model in other parts.
+        """
+        together = Together.of(parts.model, self._process_group)
+        path = together.on_leader(lambda: self._choose(which))
+        facts, saved = together.all_or_none(lambda: self._read(path))
+        if any(other != facts.files for other in together.gather(facts.files)):
+            raise CheckpointError(f"the ranks see different files at {path}; give a folder that all share")
+        together.all_or_none(lambda: _check(parts, facts, saved))
+        targets = together.all_or_none(lambda: targets_apart(parts, saved))
+        if targets:
+            together.all_or_none(need_safetensors)
+            together.all_or_none(lambda: read_apart(path, targets, together))
+            filled(saved, targets)
+        together.all_or_none(lambda: _put_back(parts, saved, path))
+        restored = restore(
+            saved["rest.pt"]["random"], rank=together.rank, updates_attempted=facts.updates_attempted
+        )
+        return Found(
+            facts=facts,
+            same_layout=dict(facts.layout) == _layout_of(parts, together),
+            random_state_restored=restored,
+            more=saved["rest.pt"]["plain"],
+        )
+
+    def _choose(self, which: int | str | Path | None) -> Path:
+        paths = disk.checkpoint_paths(self.folder)
+        there = ", ".join(path.name for path in paths) or "none"
+        if which is None:
+            if not paths:
+                raise UsageError(f"there is no checkpoint in {self.folder}; the run has not saved one yet")
+            return paths[-1]
+        if isinstance(which, int):
+            wanted = [path for path in paths if disk.update_of(path) == which]
+        else:
+            wanted = [path for path in (Path(which), self.folder / which) if path.is_dir()]
+        if not wanted:
+            raise UsageError(f"which={str(which)!r} is no checkpoint; in {self.folder} there are: {there}")
+        return wanted[-1]
+
+    def _read(self, path: Path) -> tuple[CheckpointFacts, dict[str, Any]]:
+        """Check a whole checkpoint and read what is not in parts; offers another where it is damaged."""
+        try:
+            facts = disk.read_facts(path)
+            disk.check_files(facts)
+            return facts, {name: _read_file(path / name) for name in FILES}
+        except DamageError as damage:
+            offer = "there is no other in the folder that is whole"
+            other = disk.newest_intact(self.folder, but=path)
+            if other is not None:
+                offer = (
+                    f"the newest whole one is that of update {other.updates_attempted}: "
+                    f"which={str(other.path)!r}"
+                )
+            raise CheckpointError(
+                f"{path} can't be loaded: {damage}. Nothing was changed; {offer}"
+            ) from None
+
+
+def _parts_of(window: UpdateWindow, more: Mapping[str, Any] | None) -> TrainingParts:
+    plan, finish = window.plan, window.finish
+    layout: dict[str, int | None] = {}
+    if plan is not None:
+        layout = {name: getattr(plan, name) for name in _LAYOUT if name != "ranks"}
+    return TrainingParts(
+        model=window.model,
+        optimizers=finish.optimizers,
+        schedules=finish.schedules,
+        scaler=finish.scaler,
+        counters=window.counters,
+        position=window,
+        terms=window._parts.terms,
+        more=dict(more or {}),
+        layout=layout,
+    )
+
+
+def _meet_between_updates(window: UpdateWindow, what: str) -> None:
+    """Refuse inside an update, and hear of a rank that failed or is poisoned."""
+    parts = window._parts
+    if parts.poisoned:
+        raise PoisonedWindowError(parts.poisoned)
+    if parts.open_update is not None:
+        raise WindowUsageError(f"an update is under way; {what} between updates, after its with block")
+    try:
+        # The exchange by which ranks tell of their failures: whoever failed answers this one.
+        parts.agreement.exchange(doing="agreeing on what came out").wait()
+    except PoisonedWindowError as error:
+        parts.poisoned = str(error)
+        raise
+
+
+def _layout_of(parts: TrainingParts, together: Together) -> dict[str, int | None]:
+    return {**dict.fromkeys(_LAYOUT), **parts.layout, "ranks": together.ranks}
+
+
+def _take_on_edge(parts: TrainingParts) -> Any:
+    _refuse_gradients(parts)
+    return take(parts)
+
+
+def _refuse_gradients(parts: TrainingParts) -> None:
+    parameters = own_parameters(parts.optimizers)
+    stale = sum(parameter.grad is not None for parameter in parameters)
+    if stale:
+        raise StaleGradientsError(
+            f"{stale} of {len(parameters)} parameters have a gradient, which a checkpoint does not hold; "
+            f"set them to None, or finish the update first"
+        )
+
+
+def _explained(folder: Path, updates_attempted: int, act: Callable[[], T]) -> T:
+    """Run ``act``; where the disk refuses, say what to do."""
+    try:
+        return act()
+    except OSError as error:
+        raise CheckpointError(
+            disk.write_problem(folder, error, updates_attempted=updates_attempted)
+        ) from None
+
+
+def _read_file(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise DamageError(
+            f"its file {path.name} holds something other than tensors and plain data; it was not executed"
+        ) from None
+    except Exception as error:
+        raise DamageError(f"its file {path.name} can't be read ({type(error).__name__})") from None
+
+
+def _check(parts: TrainingParts, facts: CheckpointFacts, saved: Mapping[str, Any]) -> None:
+    _refuse_gradients(parts)
+    then, now = facts.layout.get(_LAYOUT[0]), parts.layout.get(_LAYOUT[0])
+    if then is not None and now is not None and then != now:
+        raise UsageError(
+            f"{facts.path} was saved with a global batch of {then} samples and the plan has {now}; plan "
+            f"with global_batch_samples={then} (m, A, D may differ), or start a new run from its model.pt"
+        )
+    refuse_misfit(parts, saved)
+
+
+def _put_back(parts: TrainingParts, saved: Mapping[str, Any], path: Path) -> None:
+    try:
+        put_back(parts, saved)
+    except Exception as error:
+        raise CheckpointError(
+            f"loading {path} failed half way ({type(error).__name__}: {error}); this run is neither where "
+            f"it was nor where the checkpoint is, so build it anew and load again"
+        ) from error

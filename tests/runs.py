@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from wholebatch.record import UpdateRecord
+from wholebatch.record import Evaluation, Resumption, RunHeader, UpdateRecord
 
 TINY: dict[str, dict[str, Any]] = {
     "run": {"num_updates": 4, "evaluate_every_updates": 2, "print_every_updates": 2},
@@ -52,3 +52,48 @@ def write_tiny(folder: Path, **sections: dict[str, Any]) -> Path:
     file = folder / "tiny.toml"
     file.write_text("\n".join(lines))
     return file
+
+
+def a_header(**changes: Any) -> RunHeader:
+    """What is the same for every update of ``a_record``'s run."""
+    values: dict[str, Any] = {
+        "global_batch_samples": 16,
+        "micro_batch_samples": 4,
+        "micro_batches_per_window": 2,
+        "replicas": 2,
+        "layout": {"ranks": 2, "tensor_parallel": 1},
+        "tail": "partial",
+        "precision": "parameters float32, forward float32",
+        "seeds": {"data": 7},
+    }
+    return RunHeader(**(values | changes))
+
+
+def an_evaluation(**changes: Any) -> Evaluation:
+    """An evaluation after three updates of that run."""
+    values: dict[str, Any] = {
+        "split": "held_out",
+        "updates_applied": 3,
+        "samples_consumed": 48,
+        "samples": 10,
+        "items": 700,
+        "loss_per_item": 2.75,
+        "seconds": 0.5,
+    }
+    return Evaluation(**(values | changes))
+
+
+def a_resumption(updates_attempted: int = 3, **changes: Any) -> Resumption:
+    """That run, resumed after an update, on another split of the same global batch."""
+    values: dict[str, Any] = {
+        "updates_attempted": updates_attempted,
+        "samples": 16 * updates_attempted,
+        "micro_batch_samples": 8,
+        "micro_batches_per_window": 1,
+        "replicas": 2,
+        "layout": {"ranks": 2},
+        "precision": "parameters float32, forward bfloat16",
+        "command": ["wholebatch", "train", "--resume", "runs/a"],
+        "changed_settings": {"run.num_updates": [5, 8]},
+    }
+    return Resumption(**(values | changes))

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from runs import a_record
+from runs import a_header, a_record, an_evaluation
 from wholebatch.errors import RecordError
 from wholebatch.record import (
     SCHEMA_VERSION,
     Counters,
     Evaluation,
+    Resumption,
     RunEnd,
     RunHeader,
     UpdateRecord,
@@ -31,33 +32,6 @@ from wholebatch.record import (
 )
 from wholebatch.run_log import RunLog, used_folder
 from wholebatch.run_reader import read_run
-
-
-def a_header(**changes: Any) -> RunHeader:
-    values: dict[str, Any] = {
-        "global_batch_samples": 16,
-        "micro_batch_samples": 4,
-        "micro_batches_per_window": 2,
-        "replicas": 2,
-        "layout": {"ranks": 2, "tensor_parallel": 1},
-        "tail": "partial",
-        "precision": "parameters float32, forward float32",
-        "seeds": {"data": 7},
-    }
-    return RunHeader(**(values | changes))
-
-
-def an_evaluation(**changes: Any) -> Evaluation:
-    values: dict[str, Any] = {
-        "split": "held_out",
-        "updates_applied": 2,
-        "samples_consumed": 48,
-        "samples": 10,
-        "items": 700,
-        "loss_per_item": 2.75,
-        "seconds": 0.5,
-    }
-    return Evaluation(**(values | changes))
 
 
 @pytest.fixture
@@ -475,7 +449,7 @@ def test_padding_share() -> None:
 
 def test_names_say_what_is_counted() -> None:
     """No public name of the record is a bare step, batch_size or count."""
-    kinds = (UpdateRecord, Evaluation, RunHeader, RunEnd, Counters)
+    kinds = (UpdateRecord, Evaluation, RunHeader, RunEnd, Resumption, Counters)
     names = {f.name for kind in kinds for f in dataclasses.fields(kind)}
     assert not {n for n in names if "step" in n or "batch_size" in n or "count" in n}
     for kind in kinds[:-1]:

@@ -225,7 +225,7 @@ def _other_items(first: Run, second: Run) -> Iterator[Difference]:
 def _same_samples(first: Run, second: Run) -> str:
     """From which update on the digests of the global batches differ, in words."""
     if first.header.global_batch_samples != second.header.global_batch_samples:
-        return "of other sizes, so no update of one has the samples of one of the other"
+        return "of other sizes, so which samples they hold is not compared"
     both = list(zip(first.records, second.records, strict=False))
     known = [(a, b) for a, b in both if a.sample_digest and b.sample_digest]
     if not both:

@@ -1,0 +1,95 @@
+"""The trained model in a form that others load: a Hugging Face folder, an adapter, or a state dict."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholebatch.errors import RecordError
+from wholebatch.train.material import JobModel
+from wholebatch.train.models.gpt import GPT
+from wholebatch.train.models.huggingface import TOKENIZER_FILES
+
+
+def export_model(job_model: JobModel, folder: str | Path, *, tokenizer: str | Path | None = None) -> Path:
+    """Write what was trained into a folder; whole or not at all.
+
+    A model of transformers is written as it loads there: ``config.json`` and safetensors. With adapters
+    it is the adapter, as peft loads it onto the same base. The built-in GPT and a model of your own
+    become ``model.pt``, a state dict that loads with ``weights_only=True``; the GPT's sizes are beside it
+    in ``shape.json``, and adapters are merged into the weights, because their base is nowhere else.
+
+    Args:
+        job_model: the model, not wrapped.
+        folder: where it goes; an earlier export there is replaced.
+        tokenizer: local folder whose tokenizer is copied beside it; ``None`` for none.
+
+    Returns:
+        The folder.
+
+    Raises:
+        RecordError: the folder can't be written.
+
+    Exactness: the parameters bit for bit, in their own dtype; merged ones ``W + alpha / rank * B A``.
+    """
+    folder = Path(folder)
+    part = folder.with_name(f"{folder.name}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        _write(job_model, part)
+        for name in TOKENIZER_FILES if tokenizer is not None else ():
+            if (Path(tokenizer or "") / name).is_file():
+                shutil.copyfile(Path(tokenizer or "") / name, part / name)
+        for path in part.iterdir():
+            _sync(path)
+        _replace(part, folder)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise RecordError(f"the trained model can't be written to {folder}: {error}") from error
+    return folder
+
+
+def _write(job_model: JobModel, part: Path) -> None:
+    module: Any = job_model.module
+    adapted = "lora" in job_model.facts
+    base: Any = module.get_base_model() if adapted else module
+    if hasattr(base, "save_pretrained"):
+        # peft would ask a server about the base's embedding unless told not to save it.
+        module.save_pretrained(part, **({"save_embedding_layers": False} if adapted else {}))
+        return
+    plain = copy.deepcopy(module).merge_and_unload() if adapted else module
+    torch.save(_on_host(plain), part / "model.pt")
+    if isinstance(plain, GPT):
+        sizes = json.dumps(dataclasses.asdict(plain.shape), indent=2)
+        (part / "shape.json").write_text(sizes + "\n", encoding="utf-8")
+
+
+def _on_host(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in module.state_dict().items()
+    }
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _replace(part: Path, folder: Path) -> None:
+    """Put the new folder in the place of the old one, which is there until the new one is whole."""
+    old = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

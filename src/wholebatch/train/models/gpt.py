@@ -1,0 +1,176 @@
+"""A small GPT, written plainly: pre-norm blocks, learned positions, causal attention.
+
+Nothing in it couples one sample to another, so its update does not depend on how the batch is cut.
+Samples are padded on the right: causal attention looks to the left only, so no real position ever
+sees padding, and padded positions have no label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from wholebatch.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTShape:
+    """The sizes of the model.
+
+    Args:
+        vocabulary: token ids.
+        max_tokens: longest sample, in tokens.
+        layers: transformer blocks.
+        width: features of a position.
+        heads: attention heads; divides the width.
+        dropout: probability that a feature is dropped in training.
+        num_labels: classes of a whole sample; 0 for a model of the next token.
+    """
+
+    vocabulary: int
+    max_tokens: int
+    layers: int
+    width: int
+    heads: int
+    dropout: float = 0.0
+    num_labels: int = 0
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.dropout = shape.dropout
+        self.to_query_key_value = nn.Linear(shape.width, 3 * shape.width)
+        self.to_output = nn.Linear(shape.width, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens, width = x.shape
+        parts = self.to_query_key_value(x).view(samples, tokens, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)  # each (samples, heads, tokens, width of a head)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+        out: Tensor = self.to_output(mixed.transpose(1, 2).reshape(samples, tokens, width))
+        return out
+
+
+class Block(nn.Module):
+    """Attention over positions, then a small network on each position; both add to what came in."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(shape.width)
+        self.attention = Attention(shape)
+        self.network_norm = nn.LayerNorm(shape.width)
+        self.network = nn.Sequential(
+            nn.Linear(shape.width, 4 * shape.width),
+            nn.GELU(),
+            nn.Linear(4 * shape.width, shape.width),
+        )
+        self.drop = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attention(self.attention_norm(x)))
+        out: Tensor = x + self.drop(self.network(self.network_norm(x)))
+        return out
+
+
+class GPT(nn.Module):
+    """Token ids to logits: of the next token at each position, or of the label of each sample.
+
+    Args:
+        shape: its sizes.
+        activation_checkpointing: keep only what enters each block, and run the block again, with the
+            same random numbers, in the backward.
+    """
+
+    def __init__(self, shape: GPTShape, *, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.shape = shape
+        self.activation_checkpointing = activation_checkpointing
+        self.token_embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.position_embedding = nn.Embedding(shape.max_tokens, shape.width)
+        self.drop = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.final_norm = nn.LayerNorm(shape.width)
+        # The only part that differs between the two uses, so that both learn all their parameters.
+        self.to_logits = nn.Linear(shape.width, shape.num_labels or shape.vocabulary, bias=False)
+        self.apply(_initialise)
+        # Each block adds twice to the same sum; smaller last layers keep its size at the start.
+        for name, parameter in self.named_parameters():
+            if name.endswith(("to_output.weight", "network.2.weight")):
+                nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits, each a function of its own sample alone.
+
+        Args:
+            input_ids: token ids, padded on the right; shape (samples, tokens).
+            attention_mask: 1 for a real token and 0 for padding; shape (samples, tokens). Looked at
+                for labels only: a causal position does not see the padding on its right.
+
+        Returns:
+            Shape (samples, tokens, vocabulary); with labels (samples, num_labels), from the last real
+            position, the only one that has seen the whole sample.
+
+        Raises:
+            UsageError: more tokens than the model has positions for, or labels without a mask.
+
+        Exactness: exact in real arithmetic over any split and any padding on the right.
+        """
+        tokens = input_ids.shape[1]
+        if tokens > self.shape.max_tokens:
+            raise UsageError(
+                f"a sample of {tokens} tokens does not fit a GPT of {self.shape.max_tokens} positions; "
+                f"set data.max_tokens_per_sample to the longest sample, or cut it"
+            )
+        x = self.token_embedding(input_ids)
+        x = self.drop(x + self.position_embedding(torch.arange(tokens, device=input_ids.device)))
+        for block in self.blocks:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=True)
+            else:
+                x = block(x)
+        if self.shape.num_labels:
+            x = _at_last_token(x, attention_mask)
+        logits: Tensor = self.to_logits(self.final_norm(x))
+        return logits
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Elements of all parameters; shared ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def decayed_apart(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Two parameter groups for the optimizer: matrices decay, vectors (norms, biases) do not."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+
+
+def _at_last_token(x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The features at each sample's last real position; shape (samples, width)."""
+    if attention_mask is None:
+        raise UsageError(
+            "the built-in GPT reads the label of a sample at its last token, and the batch has no "
+            '"attention_mask" to tell it from padding; let collate add one, 1 for tokens and 0 for padding'
+        )
+    last = (attention_mask.long().sum(dim=1) - 1).clamp(min=0)
+    return x.take_along_dim(last[:, None, None], dim=1).squeeze(1)
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

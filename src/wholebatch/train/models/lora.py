@@ -1,0 +1,135 @@
+"""Low-rank adapters on a model, through peft (extra "lora").
+
+The base is frozen: it has no gradient, no optimizer state and no share in the update. Only the adapters
+learn, and the parameters that were not in the folder, such as a new head: frozen, it would stay random.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from wholebatch.errors import UsageError
+from wholebatch.train.models.extras import needed
+from wholebatch.train.settings import LoraConfig
+
+_TASKS = {"next_token": "CAUSAL_LM", "label": "SEQ_CLS"}
+
+
+def add_adapters(
+    module: nn.Module, settings: LoraConfig, facts: dict[str, Any], *, objective: str
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Freeze a model and put adapters on its linear layers: ``W x + alpha / rank * B A x``.
+
+    Args:
+        module: the base; changed in place.
+        settings: rank, alpha, dropout and the layers.
+        facts: of the base; its ``new_parameters`` stay trainable.
+        objective: ``objective.kind``, which tells readers of the adapter what it is for.
+
+    Returns:
+        The module with adapters, and facts about them.
+
+    Raises:
+        UsageError: peft is not installed, or a name in ``lora.target_modules`` is no linear layer.
+
+    Exactness: B starts at zero, so the first logits are those of the base; exact over any split where the
+        base is, without dropout.
+    """
+    peft = needed("peft", extra="lora", key=f"lora.rank = {settings.rank}")
+    is_transformers = hasattr(module, "get_output_embeddings")
+    targets = target_layers(module, settings.target_modules)
+    trained = _owners(module, facts.get("new_parameters", []))
+    layers = dict(module.named_modules())
+    adapters = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=[name for name in targets if name not in trained],
+        modules_to_save=trained or None,
+        fan_in_fan_out=all(_is_transposed(layers[name]) for name in targets),
+        task_type=_TASKS.get(objective) if is_transformers else None,
+    )
+    with warnings.catch_warnings():
+        # peft 0.21 asks transformers 5 by an old name.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        wrapped = peft.get_peft_model(module, adapters)
+    return wrapped, {
+        "lora": {
+            "rank": settings.rank,
+            "alpha": settings.alpha,
+            "layers": len(targets),
+            "trained_in_full": trained,
+        }
+    }
+
+
+def target_layers(module: nn.Module, wanted: list[str]) -> list[str]:
+    """The linear layers that get an adapter, by full name.
+
+    Args:
+        module: the base.
+        wanted: full names or ends of names; none for all linear layers but the output's.
+
+    Raises:
+        UsageError: a name that no linear layer has, or no linear layer at all.
+    """
+    linear = [name for name, layer in module.named_modules() if _is_linear(layer)]
+    for name in wanted:
+        if not any(_matches(layer, name) for layer in linear):
+            raise UsageError(
+                f"lora.target_modules: no linear layer is called {name!r}; there are "
+                f"{', '.join(_ends(linear)) or 'none'}"
+            )
+    if wanted:
+        return [layer for layer in linear if any(_matches(layer, name) for name in wanted)]
+    head = _head(module, linear)
+    found = [name for name in linear if name != head]
+    if not found:
+        raise UsageError(
+            f"lora.rank is not 0, and {type(module).__name__} has no linear layer"
+            f"{' but its output, ' + linear[0] if linear else ''}; set lora.rank = 0"
+            f"{', or name it in lora.target_modules' if linear else ''}"
+        )
+    return found
+
+
+def _head(module: Any, linear: list[str]) -> str | None:
+    """The layer that makes the logits: what transformers calls so, else the last."""
+    output = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    for name, layer in module.named_modules():
+        if output is not None and layer is output:
+            return str(name)
+    return linear[-1] if linear else None
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) or _is_transposed(layer)
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """Whether it is the linear layer of GPT-2 in transformers, which keeps its weight transposed."""
+    return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
+
+
+def _matches(layer: str, wanted: str) -> bool:
+    return layer == wanted or layer.endswith(f".{wanted}")
+
+
+def _ends(names: list[str]) -> list[str]:
+    """The last parts of names that are no numbers, each once."""
+    ends = []
+    for name in names:
+        parts = name.split(".")
+        end = parts[-1] if not parts[-1].isdigit() else ".".join(parts[-2:])
+        ends.append(end)
+    return sorted(set(ends))
+
+
+def _owners(module: nn.Module, parameters: list[str]) -> list[str]:
+    """The modules that hold parameters of these names."""
+    layers = dict(module.named_modules())
+    owners = {name.rpartition(".")[0] for name in parameters}
+    return sorted(owner for owner in owners if owner and isinstance(layers.get(owner), nn.Module))

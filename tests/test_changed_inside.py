@@ -69,12 +69,37 @@ MEDDLING: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda m: nn.utils.clip_grad_norm_(m.model.parameters(), 0.01),
         "gradients were written or cleared",
     ),
+    "one_cleared": (
+        lambda m: setattr(m.model[1].bias, "grad", None),
+        "gradients were written or cleared",
+    ),
     "backward": (lambda m: m.other_backward(), "gradients were written or cleared"),
     "step": (lambda m: m.optimizer.step(), r"the parameter 0\.weight was written"),
     "freeze": (lambda m: m.model[1].weight.requires_grad_(False), r"1\.weight was frozen or unfrozen"),
     "schedule": (lambda m: m.schedule.step(), "a learning rate was changed"),
     "mode": (lambda m: m.model.eval(), "switched between train"),
 }
+
+
+@pytest.mark.parametrize("after", range(1, 6))
+@pytest.mark.parametrize("first", range(9))
+def test_a_write_to_any_four_gradients_in_a_row_is_seen_in_the_next_turn(first: int, after: int) -> None:
+    model = nn.Sequential(*(linear(seed, 4 if seed == 0 else 3) for seed in range(6)))
+    window = UpdateWindow(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    turns = []
+
+    def loop() -> None:
+        with window.update([X] * 8) as update:
+            for batch in update:
+                turns.append(batch)
+                update.backward(squares(model, batch))
+                if len(turns) == after:
+                    for parameter in list(model.parameters())[first : first + 4]:
+                        parameter.grad *= 2
+
+    with pytest.raises(ChangedInsideWindowError, match="gradients were written"):
+        loop()
+    assert len(turns) == after + 1
 
 
 @pytest.mark.parametrize("after", [1, 3])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from wholebatch.gradients import read_scalars, scale_gradients, total_norm
+from wholebatch.gradients import read_scalars, read_stacked, scale_gradients, total_norm
 from wholebatch.replay import BufferKeeper, RandomState
 
 
@@ -62,3 +62,10 @@ def test_gradients_are_scaled_in_place_and_scalars_read_together() -> None:
     assert read_scalars([1, torch.tensor(2.5), torch.tensor([3]), 0.5]) == [1.0, 2.5, 3.0, 0.5]
     assert read_scalars([1, 2.0]) == [1.0, 2.0]
     assert read_scalars([]) == []
+    mixed = [
+        torch.tensor(2.5),
+        torch.tensor([3]),
+        torch.tensor(2**40),
+        torch.tensor(0.1, dtype=torch.float64),
+    ]
+    assert read_stacked(mixed) == [2.5, 3.0, 2.0**40, 0.1], "as on a device: one copy, in order"

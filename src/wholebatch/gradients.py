@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -85,11 +86,25 @@ def read_scalars(values: Sequence[Tensor | int | float]) -> list[float]:
         values: 0-dimensional or one-element tensors, or plain numbers, in any mixture.
 
     Returns:
-        Their values in order; tensors pass through float64.
+        Their values in order; those of a device pass through float64.
     """
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if not tensors:
-        return [float(value) for value in values]
+    away = [value for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
+    read = iter(read_stacked(away) if away else ())
+    # what lies on the host already would only be slowed down by stacking
+    return [
+        float(value.detach().item() if value.device.type == "cpu" else next(read))
+        if isinstance(value, Tensor)
+        else float(value)
+        for value in values
+    ]
+
+
+def read_stacked(tensors: Sequence[Tensor]) -> list[float]:
+    """The values of 0-dimensional or one-element tensors, in order, by one copy to the host.
+
+    Args:
+        tensors: of any dtypes and devices; at least one.
+    """
     home = tensors[0].device
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -100,8 +115,7 @@ def read_scalars(values: Sequence[Tensor | int | float]) -> list[float]:
     ]
     order = [index for indices in kinds.values() for index in indices]
     read = dict(zip(order, torch.cat(stacked).tolist(), strict=True))
-    in_order = iter(read[index] for index in range(len(tensors)))
-    return [next(in_order) if isinstance(value, Tensor) else float(value) for value in values]
+    return [read[index] for index in range(len(tensors))]
 
 
 def copy_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor | None]]:
@@ -112,10 +126,63 @@ def copy_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Paramete
     return [(p, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
 
 
-def gradient_marks(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
-    """Marks that change whenever a gradient is written, replaced or cleared; reads no value."""
-    gradients = (parameter.grad for parameter in parameters)
-    return [(0, 0) if g is None else (id(g), g._version) for g in gradients]
+class GradientWatch:
+    """Sees whether somebody else writes, replaces or clears gradients; reads no value.
+
+    Torch counts the writes of every tensor (``Tensor._version``). Between two turns every fourth
+    gradient is looked at, other ones in each turn, so whatever touches all of them, or any four in a
+    row, is seen at once; whether each is still the same tensor is asked of all before it can get lost.
+
+    Args:
+        parameters: those whose gradients are watched.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._without = self._parameters  # those that had no gradient at the last mark
+        self._with: list[nn.Parameter] = []
+        self._gradients: list[Tensor] = []
+        self._sample: list[Tensor] = []
+        self._versions: list[int] = []
+        self._turn = 0
+
+    def mark(self, *, whole: bool = True) -> None:
+        """Note the gradients as they are.
+
+        Args:
+            whole: note all, also those that are other tensors than before, as after a reduction.
+        """
+        if whole:
+            self._without, self._with, self._gradients = self._parameters, [], []
+        if self._without:
+            found = [(parameter, parameter.grad) for parameter in self._without]
+            self._without = [parameter for parameter, gradient in found if gradient is None]
+            new = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
+            self._with += [parameter for parameter, _ in new]
+            self._gradients += [gradient for _, gradient in new]
+        self._turn += 1
+        self._sample = self._gradients if whole else self._gradients[self._turn % _STRIDE :: _STRIDE]
+        self._versions = list(map(_VERSION, self._sample))
+
+    def changed(self, *, whole: bool = True) -> bool:
+        """Whether gradients are not as at the last mark.
+
+        Args:
+            whole: ask of all whether they are the same tensors, not only of those that were marked.
+        """
+        if self._versions != list(map(_VERSION, self._sample)):
+            return True
+        if any(parameter.grad is not None for parameter in self._without):
+            return True
+        # a dense gradient that is added to a sparse one takes its place, in torch itself
+        return whole and any(
+            parameter.grad is not gradient and not gradient.is_sparse
+            for parameter, gradient in zip(self._with, self._gradients, strict=True)
+        )
+
+
+_VERSION = attrgetter("_version")
+_STRIDE = 4
 
 
 def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:

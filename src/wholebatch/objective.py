@@ -38,6 +38,12 @@ class LossSum(NamedTuple):
     num_items: Number
 
 
+class _CheckedLossSum(LossSum):
+    """One that :func:`as_loss_sum` has looked at, so that it needs no second look."""
+
+    __slots__ = ()
+
+
 class Objective(Protocol):
     """What the window, verify and the training job need to know of a loss."""
 
@@ -210,6 +216,8 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
 
     Exactness: no arithmetic; the tensors themselves.
     """
+    if type(value) is _CheckedLossSum:
+        return value
     if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Tensor)):
         raise ObjectiveError(
             f"{name} gave a {type(value).__name__}; it must give (loss_sum, num_items): a loss summed "
@@ -228,8 +236,8 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
     if isinstance(items, Tensor) and items.numel() != 1:
         raise ObjectiveError(f"{name} gave num_items of shape {list(items.shape)}; give one number")
     if isinstance(items, Tensor):
-        return LossSum(loss_sum, items.detach())
+        return _CheckedLossSum(loss_sum, items.detach())
     number: Any = items
     if isinstance(items, bool) or not isinstance(items, Real) or not -(2**53) <= number <= 2**53:
         raise ObjectiveError(f"{name} gave num_items={items!r}; give a number of items, below 2^53")
-    return LossSum(loss_sum, float(items))
+    return _CheckedLossSum(loss_sum, float(items))

@@ -7,8 +7,9 @@ no trace; verify uses the same pieces to run one forward twice.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,11 +48,9 @@ def _accelerator() -> Any:
     return torch.get_device_module(torch.accelerator.current_accelerator())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kept:
+class _Kept(NamedTuple):
     owner: nn.Module
     key: str
-    name: str
     tensor: torch.Tensor | None
     value: torch.Tensor | None
 
@@ -70,24 +69,28 @@ class BufferKeeper:
         self._module = module
         self._kept: list[_Kept] = []
 
-    def keep(self) -> None:
-        """Remember the buffers as they are now."""
+    def keep(self, modules: Iterable[nn.Module] | None = None) -> None:
+        """Remember the buffers as they are now.
+
+        Args:
+            modules: the module and all its submodules, where the caller has walked them already.
+        """
         self._kept = [
-            _Kept(
-                owner=owner,
-                key=key,
-                name=f"{prefix}.{key}" if prefix else key,
-                tensor=tensor,
-                value=None if tensor is None else tensor.detach().clone(),
-            )
-            for prefix, owner in self._module.named_modules()
+            _Kept(owner, key, tensor, None if tensor is None else tensor.detach().clone())
+            for owner in (self._module.modules() if modules is None else modules)
+            if owner._buffers
             for key, tensor in owner._buffers.items()
         ]
 
     def moved(self) -> list[str]:
         """Names of the buffers whose values differ from those at :meth:`keep`. Reads the device."""
+        names = {
+            id(owner): f"{prefix}." if prefix else "" for prefix, owner in self._module.named_modules()
+        }
         return [
-            kept.name for kept in self._kept if not _same(kept.owner._buffers.get(kept.key), kept.value)
+            f"{names[id(kept.owner)]}{kept.key}"
+            for kept in self._kept
+            if not _same(kept.owner._buffers.get(kept.key), kept.value)
         ]
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from wholebatch.errors import StaleGradientsError, WindowUsageError
-from wholebatch.gradients import clear_gradients, gradient_marks
+from wholebatch.gradients import GradientWatch, clear_gradients
 from wholebatch.replay import BufferKeeper, RandomState
 
 OnStaleGradients = Literal["raise", "clear", "include"]
@@ -35,8 +35,8 @@ class Snapshot:
         self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
         self._watched: list[nn.Parameter] = []
         self._states: list[tuple[int, bool]] = []
-        self._modes: dict[nn.Module, bool] = {}
-        self._marks: list[tuple[int, int]] = []
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._gradients = GradientWatch(())
         self._random: RandomState | None = None
 
     @property
@@ -65,29 +65,28 @@ class Snapshot:
                 f"loop that stepped without clearing, or zero_grad(set_to_none=False). Set them to None, "
                 f'or give the window on_stale_gradients="clear", or "include" to add them on purpose'
             )
-        self._buffers.keep()
         self._random = RandomState.capture()
         self._set_aside = [(p, p.grad) for p in stale if p.grad is not None]
         clear_gradients(stale)
-        own = {id(parameter) for parameter in parameters}
-        others = (parameter for parameter in self._model.parameters() if id(parameter) not in own)
-        renormed = {id(weight) for weight in _renormed_weights(self._model)}
-        self._watched = [p for p in (*parameters, *others) if id(p) not in renormed]
+        modules = list(self._model.modules())  # walked once an update: it is the slowest thing here
+        self._buffers.keep(modules)
+        self._modes = [(module, module.training) for module in modules]
+        self._watched = _watched(parameters, modules)
         self._states = _states(self._watched)
-        self._modes = {module: module.training for module in self._model.modules()}
+        self._gradients = GradientWatch(parameters)
         self.mark_gradients()
         self._taken = True
 
-    def mark_gradients(self) -> None:
-        """Note the gradients after a backward of the window."""
-        self._marks = gradient_marks(self._parameters)
+    def mark_gradients(self, *, whole: bool = True) -> None:
+        """Note the gradients after a backward of the window; see ``GradientWatch``."""
+        self._gradients.mark(whole=whole)
 
-    def gradients_changed(self) -> str | None:
+    def gradients_changed(self, *, whole: bool = True) -> str | None:
         """Whether gradients changed since :meth:`mark_gradients`, in words.
 
-        To be asked in every turn: the next backward would cover the traces.
+        To be asked in every turn: the next backward covers most traces.
         """
-        if gradient_marks(self._parameters) != self._marks:
+        if self._gradients.changed(whole=whole):
             return "gradients were written or cleared (zero_grad, clipping, another backward)"
         return None
 
@@ -101,8 +100,9 @@ class Snapshot:
                 how = "written" if before[0] != now[0] else "frozen or unfrozen"
                 return f"the parameter {self._name(parameter)} was {how}"
         # Only as a whole: a model may itself keep a part in eval, in its forward.
-        for module in (self._model, getattr(self._model, "module", None)):
-            if isinstance(module, nn.Module) and module.training != self._modes[module]:
+        whole = (self._model, getattr(self._model, "module", None))
+        for module, training in self._modes:
+            if module in whole and module.training != training:
                 return "the model was switched between train() and eval()"
         return None
 
@@ -129,7 +129,7 @@ class Snapshot:
         if not self._taken:
             return
         self._put_back_gradients()
-        for module, training in self._modes.items():
+        for module, training in self._modes:
             module.training = training
         self.rewind()
 
@@ -137,7 +137,8 @@ class Snapshot:
         """Let go of everything that was remembered."""
         self._taken = False
         self._parameters, self._set_aside, self._watched = (), [], []
-        self._states, self._modes, self._marks, self._random = [], {}, [], None
+        self._states, self._modes, self._random = [], [], None
+        self._gradients = GradientWatch(())
         self._buffers.forget()
 
     def _put_back_gradients(self) -> None:
@@ -156,10 +157,17 @@ def _states(parameters: Sequence[nn.Parameter]) -> list[tuple[int, bool]]:
     return [(0 if p.is_inference() else p._version, p.requires_grad) for p in parameters]
 
 
-def _renormed_weights(model: nn.Module) -> list[Tensor]:
-    """Weights that a forward shortens to a largest norm. Once or twice comes to the same."""
-    return [
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-    ]
+def _watched(parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that a window must not see written: the optimizers' and all others of the model.
+
+    Not the weights that a forward itself shortens to a largest norm; once or twice comes to the same.
+    """
+    found = {id(parameter): parameter for parameter in parameters}
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found.setdefault(id(parameter), parameter)
+    for module in modules:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            found.pop(id(module.weight), None)
+    return list(found.values())

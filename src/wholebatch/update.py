@@ -277,7 +277,9 @@ class Update:
         ranks, snapshot = self._window.ranks, self._window.snapshot
         by_term = self._by_term(loss)
         self._settle()
-        self._refuse(snapshot.gradients_changed())
+        # a reduction may put its own tensors in the place of gradients, which covers that trace
+        covers = ranks.synchronises or len(self._losses) == len(self._held) - 1
+        self._refuse(snapshot.gradients_changed(whole=covers))
         parts = [given.loss_sum * self._shares[term] for term, given in by_term.items()]
         weighted = torch.stack([part.reshape(()) for part in parts]).sum() if len(parts) > 1 else parts[0]
         if self._can_run_backward(weighted, by_term):
@@ -288,7 +290,7 @@ class Update:
                 self._meet_before_reducing()
             ranks.backward(self._window.finish.scaled(weighted))
             self._irrevocable = False
-            snapshot.mark_gradients()
+            snapshot.mark_gradients(whole=covers)
         self._losses.append({term: without_graph(given) for term, given in by_term.items()})
         self._waits_for_backward = False
 
@@ -328,8 +330,8 @@ class Update:
     def _by_term(self, loss: Any) -> dict[str, LossSum]:
         """``loss`` checked, in the order of the objective's terms."""
         terms = self._window.terms
-        by_term = dict(loss) if isinstance(loss, Mapping) else {terms[0]: loss}
-        if set(by_term) != set(terms):
+        by_term = loss if isinstance(loss, Mapping) else {terms[0]: loss}
+        if by_term.keys() != set(terms):
             raise ObjectiveError(
                 f"the loss has the terms {sorted(by_term)} and the objective {sorted(terms)}; give "
                 f"backward every term of the objective, once"

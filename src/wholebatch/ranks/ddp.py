@@ -33,7 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
-from wholebatch.gradients import gradient_marks
+from wholebatch.gradients import GradientWatch
 from wholebatch.ranks.base import Ranks
 from wholebatch.ranks.collectives import HostTotal, copy_from_first, host_group, sum_over_ranks
 
@@ -147,10 +147,11 @@ class DDPRanks(Ranks):
         if not self.synchronises:
             super().backward(loss)
             return
-        before = self._gradient_marks()
+        watch = GradientWatch(parameter for _, parameter in self._reduced)
+        watch.mark()
         super().backward(loss)
         self.reductions += 1
-        self._check_reduced(before)
+        self._check_reduced(watch)
         self.needs_reset = False  # nothing is armed now; a forward after this arms it again
         self._model.reducer._rebuild_buckets()
         self.warming_up = False
@@ -262,11 +263,8 @@ class DDPRanks(Ranks):
 
     # Evidence that the reduction happened --------------------------------------------------------
 
-    def _gradient_marks(self) -> list[tuple[int, int]]:
-        return gradient_marks(parameter for _, parameter in self._reduced)
-
-    def _check_reduced(self, before: list[tuple[int, int]]) -> None:
-        if self._gradient_marks() == before:
+    def _check_reduced(self, watch: GradientWatch) -> None:
+        if not watch.changed():
             raise PoisonedWindowError(
                 f"rank {self.rank}: the backward of the last micro-batch reached no parameter of the DDP "
                 f"model, so nothing was reduced; its loss does not depend on the model's output. Restart "

@@ -1,150 +1,37 @@
-"""The settings of the training job: a tree of frozen dataclasses, read from TOML.
+"""Settings in: from TOML and the command line, checked. Settings out: as TOML with their meaning.
 
-A file gives only what it changes; the rest is the default below. A key that does not exist is
-refused with the nearest that does, because a misspelt setting that is ignored trains the wrong thing.
+A file gives only what it changes; the rest is the default in ``settings.py``. A key that does not
+exist is refused with the nearest that does, because a misspelt setting that is ignored trains the
+wrong thing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
+import json
+import re
+import textwrap
 import tomllib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from wholebatch.errors import UsageError
 from wholebatch.layout import LARGEST_NUMBER
+from wholebatch.train.settings import TrainConfig
+
+Tables = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
-    """How long to train, and what to write when.
-
-    Args:
-        num_updates: length of the run, in updates to attempt; the learning-rate schedule ends with
-            the last of them.
-        seed: of the first parameters, the order of the samples and dropout.
-        evaluate_every_updates: held-out evaluations come before the first update, at this
-            interval, and after the last.
-        print_every_updates: lines of progress where the output is not a terminal.
-        folder: where the header and the records go; empty for ``runs/`` and the date and time.
-    """
-
-    num_updates: int = 150
-    seed: int = 0
-    evaluate_every_updates: int = 50
-    print_every_updates: int = 10
-    folder: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchConfig:
-    """The global batch. Ranks do not appear: they share it, and it stays the same.
-
-    Args:
-        global_batch_samples: samples of one update, over all replicas.
-        micro_batch_samples: samples of one forward on one replica.
-        tail: "partial" uses the samples at the end of an epoch that do not fill a global batch, with
-            their own denominator; "drop" leaves them out and records how many.
-    """
-
-    global_batch_samples: int = 32
-    micro_batch_samples: int = 4
-    tail: Literal["partial", "drop"] = "partial"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """The text.
-
-    Args:
-        max_tokens_per_sample: longer paragraphs are cut into pieces; the begin mark counts.
-        held_out_one_in: about one paragraph in so many is held out, chosen by a hash of its text.
-    """
-
-    max_tokens_per_sample: int = 256
-    held_out_one_in: int = 10
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """A small GPT.
-
-    Args:
-        layers: transformer blocks.
-        width: features of a position.
-        heads: attention heads; divides the width.
-        dropout: probability that a feature is dropped. With dropout the update depends on the random
-            numbers that each micro-batch draws, and so on the split.
-        dtype: of parameters and forward.
-    """
-
-    layers: int = 3
-    width: int = 96
-    heads: int = 4
-    dropout: float = 0.0
-    dtype: Literal["float32", "float64"] = "float32"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
-    """AdamW, warmed up linearly and then lowered along a cosine, per update.
-
-    Args:
-        learning_rate: the highest.
-        final_learning_rate_share: share of it that is left at the last update.
-        warmup_updates: updates until it is reached.
-        beta1: decay of the mean of gradients.
-        beta2: decay of the mean of squared gradients.
-        weight_decay: on matrices only.
-        clip_grad_norm: highest global gradient norm; 0 is off, the window's None, which TOML can't say.
-    """
-
-    learning_rate: float = 3e-3
-    final_learning_rate_share: float = 0.1
-    warmup_updates: int = 20
-    beta1: float = 0.9
-    beta2: float = 0.99
-    weight_decay: float = 0.1
-    clip_grad_norm: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProofConfig:
-    """What is shown on the first global batch, before training.
-
-    Args:
-        check_first_batch: compare the accumulated update with that of the big batch.
-        train_if_not_equal: go on although they differ (as they do with dropout).
-    """
-
-    check_first_batch: bool = True
-    train_if_not_equal: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
-    """All settings, in the sections of the TOML file."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    proof: ProofConfig = field(default_factory=ProofConfig)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The settings as nested plain data."""
-        return dataclasses.asdict(self)
-
-
-def load_config(path: str | Path | None = None, **run_changes: Any) -> TrainConfig:
-    """Read settings from a TOML file over the defaults.
+def load_config(path: str | Path | None = None, changes: Sequence[str] = ()) -> TrainConfig:
+    """Read settings from a TOML file and the command line, over the defaults.
 
     Args:
         path: a TOML file; None for the defaults alone.
-        **run_changes: keys of the section ``run`` that win over the file; None changes nothing.
+        changes: ``section.key=value`` each, with a TOML value or a plain text; they win over the file,
+            and later ones over earlier ones.
 
     Returns:
         The settings, checked.
@@ -153,8 +40,8 @@ def load_config(path: str | Path | None = None, **run_changes: Any) -> TrainConf
         UsageError: no such file, not TOML, an unknown key (the nearest is offered), a value of the
             wrong type, or a number outside its range.
     """
-    tables: dict[str, Any] = {}
-    source = "the default settings"
+    tables: Tables = {}
+    source = "the settings"
     if path is not None:
         source = str(path)
         try:
@@ -163,14 +50,41 @@ def load_config(path: str | Path | None = None, **run_changes: Any) -> TrainConf
             raise UsageError(f"{path} can't be read: {error.strerror}") from error
         except ValueError as error:
             raise UsageError(f"{path} is not TOML: {error}") from error
-    changes = {key: value for key, value in run_changes.items() if value is not None}
-    run = tables.get("run", {})
-    if changes and isinstance(run, dict):  # config_from_dict refuses what is no section
-        tables = {**tables, "run": {**run, **changes}}
-    return config_from_dict(tables, source=source)
+    return config_from_dict(with_changes(tables, changes), source=source)
 
 
-def config_from_dict(tables: dict[str, Any], *, source: str = "settings") -> TrainConfig:
+def with_changes(tables: Tables, changes: Sequence[str]) -> Tables:
+    """The tables with every ``section.key=value`` put in.
+
+    Raises:
+        UsageError: a change without a section, a key or a value.
+    """
+    changed = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    for change in changes:
+        name, equals, text = change.partition("=")
+        path = name.strip().split(".")
+        if not equals or len(path) < 2 or not all(path):
+            raise UsageError(
+                f"--set {change}: write section.key=value, such as batch.micro_batch_samples=8"
+            )
+        table: Any = changed
+        for part in path[:-1]:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise UsageError(f"--set {change}: {part} is no section, it has the value {_shown(table)}")
+        table[path[-1]] = _value_of(text.strip())
+    return changed
+
+
+def _value_of(text: str) -> Any:
+    """A TOML value; what is none is a text, so that names need no quotes in the shell."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return text
+
+
+def config_from_dict(tables: Tables, *, source: str = "settings") -> TrainConfig:
     """Build the settings from nested plain data, as ``TrainConfig.to_dict`` gives it.
 
     Args:
@@ -182,7 +96,7 @@ def config_from_dict(tables: dict[str, Any], *, source: str = "settings") -> Tra
     """
     sections = get_type_hints(TrainConfig)
     _refuse_unknown(tables, sections, source, "section")
-    built: dict[str, Any] = {}
+    built: Tables = {}
     for name, kind in sections.items():
         table = tables.get(name, {})
         if not isinstance(table, dict):
@@ -193,15 +107,54 @@ def config_from_dict(tables: dict[str, Any], *, source: str = "settings") -> Tra
     return config
 
 
-def _section(kind: Any, table: dict[str, Any], name: str, source: str) -> Any:
+def config_text(config: TrainConfig) -> str:
+    """The settings as TOML, every key with its meaning and unit above it; reads back as the same."""
+    lines: list[str] = []
+    for name, kind in get_type_hints(TrainConfig).items():
+        section = getattr(config, name)
+        head, meanings = _meanings(kind)
+        lines += ["", f"# {head}", f"[{name}]"]
+        for field in dataclasses.fields(section):
+            meaning = textwrap.wrap(meanings[field.name], 96)
+            lines += [*(f"# {line}" for line in meaning), f"{field.name} = {_toml(_of(section, field))}"]
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _of(section: Any, field: dataclasses.Field[Any]) -> Any:
+    return getattr(section, field.name)
+
+
+def _meanings(kind: type) -> tuple[str, dict[str, str]]:
+    """The first line of a section's docstring, and what its ``Args`` say of each key."""
+    text = inspect.getdoc(kind) or ""
+    head, _, arguments = text.partition("\n\nArgs:\n")
+    entries = re.split(r"\n    (?=\w+: )", "\n" + arguments)[1:]
+    parted = (entry.partition(": ") for entry in entries)
+    return " ".join(head.split()), {name: " ".join(meaning.split()) for name, _, meaning in parted}
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{_key(key)} = {_toml(one)}" for key, one in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    # of the values here, JSON and TOML write texts and booleans alike
+    return json.dumps(value) if isinstance(value, str | bool) else repr(value)
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def _section(kind: Any, table: Tables, name: str, source: str) -> Any:
     types = get_type_hints(kind)
     _refuse_unknown(table, types, source, f"key in [{name}]")
-    return kind(
-        **{key: _typed(value, types[key], f"{source}: {name}.{key}") for key, value in table.items()}
-    )
+    values = {key: _typed(value, types[key], f"{source}: {name}.{key}") for key, value in table.items()}
+    return kind(**values)
 
 
-def _refuse_unknown(table: dict[str, Any], known: dict[str, Any], source: str, what: str) -> None:
+def _refuse_unknown(table: Tables, known: Tables, source: str, what: str) -> None:
     for key in table:
         if key in known:
             continue
@@ -211,6 +164,11 @@ def _refuse_unknown(table: dict[str, Any], known: dict[str, Any], source: str, w
 
 
 def _typed(value: Any, kind: Any, where: str) -> Any:
+    family = get_origin(kind) or kind
+    if family in (list, dict):
+        if not isinstance(value, family):
+            raise UsageError(f"{where} is {_shown(value)}; it takes {_TYPE_NAMES[family]}")
+        return [_typed(one, str, where) for one in value] if family is list else dict(value)
     choices = get_args(kind)
     if choices:
         if value not in choices:
@@ -240,29 +198,45 @@ _TYPE_NAMES = {
     float: "a number",
     str: "a text in quotes",
     bool: "true or false",
+    list: 'a list of texts, such as ["a.txt"]',
+    dict: "a table, such as { momentum = 0.9 }",
 }
 
 # Lowest and highest value, both allowed.
+_MANY = 2**40
 _RANGES: dict[str, tuple[float, float]] = {
-    "run.num_updates": (1, 2**40),
+    "run.num_updates": (1, _MANY),
     "run.seed": (0, LARGEST_NUMBER),  # what SampleOrder takes
-    "run.evaluate_every_updates": (1, 2**40),
-    "run.print_every_updates": (1, 2**40),
-    "batch.global_batch_samples": (1, 2**40),
-    "batch.micro_batch_samples": (1, 2**40),
-    "data.max_tokens_per_sample": (2, 2**16),
-    "data.held_out_one_in": (2, 1000),
-    "model.layers": (1, 1000),
-    "model.width": (1, 2**16),
-    "model.heads": (1, 2**12),
+    "run.evaluate_every_updates": (1, _MANY),
+    "run.print_every_updates": (1, _MANY),
+    "batch.global_batch_samples": (1, _MANY),
+    "batch.micro_batch_samples": (1, _MANY),
+    "data.held_out_one_in": (2, 10**6),
+    "data.max_tokens_per_sample": (2, 2**24),
+    "data.workers": (0, 1024),
+    "objective.masked_share": (0.001, 0.999),
+    "model.layers": (0, 1000),
+    "model.width": (0, 2**16),
+    "model.heads": (0, 2**12),
     "model.dropout": (0, 0.99),
+    "lora.rank": (0, 2**14),
+    "lora.alpha": (0, 1e6),
+    "lora.dropout": (0, 0.99),
     "optimizer.learning_rate": (0, 1e3),
-    "optimizer.final_learning_rate_share": (0, 1),
-    "optimizer.warmup_updates": (0, 2**40),
-    "optimizer.beta1": (0, 0.999999),
-    "optimizer.beta2": (0, 0.999999),
     "optimizer.weight_decay": (0, 1e3),
     "optimizer.clip_grad_norm": (0, 1e12),
+    "schedule.warmup_updates": (0, _MANY),
+    "schedule.warmup_samples": (0, 2**53),
+    "schedule.warmup_items": (0, 2**53),
+    "schedule.decay_end_updates": (0, _MANY),
+    "schedule.decay_end_samples": (0, 2**53),
+    "schedule.decay_end_items": (0, 2**53),
+    "schedule.final_share": (0, 1),
+    "precision.initial_loss_scale": (1, 2.0**60),
+    "average.decay_per_update": (0, 0.9999999),
+    "checkpoints.every_updates": (0, _MANY),
+    "checkpoints.keep_last": (1, 10**6),
+    "proof.max_samples": (2, _MANY),
 }
 
 
@@ -272,10 +246,3 @@ def _check_ranges(config: TrainConfig, source: str) -> None:
         value = getattr(getattr(config, section), key)
         if not low <= value <= high:  # NaN neither
             raise UsageError(f"{source}: {name} is {_shown(value)}; it goes from {low} to {high}")
-    width, heads = config.model.width, config.model.heads
-    if width % heads:
-        nearest = sorted((h for h in range(1, width + 1) if width % h == 0), key=lambda h: abs(h - heads))
-        raise UsageError(
-            f"{source}: model.width {width} is not divisible by model.heads {heads}; "
-            f"heads that divide it: {', '.join(map(str, sorted(nearest[:4])))}"
-        )

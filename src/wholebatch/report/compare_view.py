@@ -11,7 +11,7 @@ from rich.text import Text
 
 from wholebatch.report.compare import CURVE_COLUMNS, Comparison, Difference, EvaluationPair, Kind
 from wholebatch.report.curves import MARKS, two_curves
-from wholebatch.report.run_view import number, titled, value_words
+from wholebatch.report.run_view import columns, heading, number, pairs, value_words
 from wholebatch.report.summary import run_summary
 from wholebatch.report.words import number_of
 
@@ -43,22 +43,20 @@ def render_comparison(comparison: Comparison) -> RenderableType:
         *_curves(comparison),
         *_held_out(comparison),
         "",
+        heading("totals"),
         _totals(comparison),
     )
 
 
-def _names(comparison: Comparison) -> Text:
-    text = Text()
+def _names(comparison: Comparison) -> Table:
+    table = pairs()
     for name, run, mark in zip("AB", (comparison.first, comparison.second), MARKS, strict=False):
+        table.add_row(f"{name} ({mark})", Text(str(run.folder)))
         end = "did not end, or is still going" if run.end is None else run.end.reason
-        text.append(f"{name} ({mark})", style="bold")
-        text.append(f"  {run.folder}: {number_of(len(run.records), 'update')}, {end}\n")
-        if run.resumptions:
-            text.append(
-                f"       resumed {number_of(len(run.resumptions), 'time')}; below is how it began\n"
-            )
-    text.right_crop(1)
-    return text
+        times = number_of(len(run.resumptions), "time")
+        resumed = f"; resumed {times}, and below is how it began" if run.resumptions else ""
+        table.add_row("", f"{number_of(len(run.records), 'update')}, {end}{resumed}")
+    return table
 
 
 def _verdicts(comparison: Comparison) -> list[RenderableType]:
@@ -80,13 +78,12 @@ def _differences(differences: Sequence[Difference]) -> list[RenderableType]:
         mine = [d for d in differences if d.kind == kind]
         if not mine:
             continue
-        table = Table(box=None, pad_edge=False, title=f"different: {words}", title_justify="left")
-        table.title_style = "bold"
-        for name, columns in (("", 30), ("A", VALUE_COLUMNS), ("B", VALUE_COLUMNS)):
-            table.add_column(name, min_width=columns, max_width=columns, overflow="fold")
+        table = Table(box=None, pad_edge=False)
+        for name, width in (("", 30), ("A", VALUE_COLUMNS), ("B", VALUE_COLUMNS)):
+            table.add_column(name, min_width=width, max_width=width, overflow="fold")
         for d in mine[:DIFFERENCES_SHOWN_OF_A_KIND]:
             table.add_row(Text(d.name), Text(_words(d.first)), Text(_words(d.second)))
-        parts += ["", table]
+        parts += ["", heading(f"different: {words}"), table]
         if len(mine) > DIFFERENCES_SHOWN_OF_A_KIND:
             parts.append(Text(f"and {len(mine) - DIFFERENCES_SHOWN_OF_A_KIND} more; --json has all"))
     return parts
@@ -117,7 +114,7 @@ def _held_out(comparison: Comparison) -> list[RenderableType]:
         return []
     if not comparison.evaluations:
         return ["", Text(f"No evaluation of A is beside one of B in {axis}.")]
-    table = titled(f"evaluations beside each other, by {axis}", "split|", "A at", "B at", "A", "B", "B - A")
+    table = columns("split|", "A at", "B at", "A", "B", "B - A")
     for pair in comparison.evaluations:
         table.add_row(
             Text(pair.split),
@@ -127,7 +124,7 @@ def _held_out(comparison: Comparison) -> list[RenderableType]:
             number(pair.second_loss),
             _gap(pair),
         )
-    return ["", table]
+    return ["", heading(f"evaluations beside each other, by {axis}"), table]
 
 
 def _gap(pair: EvaluationPair) -> str:
@@ -138,7 +135,7 @@ def _gap(pair: EvaluationPair) -> str:
 
 def _totals(comparison: Comparison) -> Table:
     """What each run came to, and the quotient of what is not a loss."""
-    table = titled("totals", "|", "A", "B", "B / A")
+    table = columns("|", "A", "B", "B / A")
     facts = run_summary(comparison.first), run_summary(comparison.second)
     counted = [(name, f["counters"][key]) for f in facts for name, key in _COUNTED]
     for (name, a), (_, b) in zip(counted[: len(_COUNTED)], counted[len(_COUNTED) :], strict=True):

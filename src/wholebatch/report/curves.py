@@ -33,7 +33,7 @@ def loss_curve(records: Sequence[UpdateRecord], *, width: int, height: int) -> l
     if len(values) < 2:
         return []
     low, high = min(values), max(values)
-    labels = [f"{high:.3f}", *[""] * (height - 2), f"{low:.3f}"]
+    labels = [_label(high), *[""] * (height - 2), _label(low)]
     label_width = max(map(len, labels))
     lines = [
         f"{label:>{label_width}} │{''.join(_bar(v, low, high, height, height - 1 - row) for v in columns)}"
@@ -132,7 +132,7 @@ def two_curves(
             row, column = round(share * (height - 1)), column_of(value, end, columns)
             taken = grid[row][column]
             grid[row][column] = mark if taken in (" ", mark) else MARKS[2]
-    labels = [f"{high:.3f}", *[""] * (height - 2), f"{low:.3f}"]
+    labels = [_label(high), *[""] * (height - 2), _label(low)]
     label_width = max(map(len, labels))
     lines = [
         f"{label:>{label_width}} │{''.join(cells).rstrip()}"
@@ -155,6 +155,10 @@ def _by_column(
     number = min(width, len(records))
     bounds = [column * len(records) // number for column in range(number + 1)] if number else []
     return [value_of(records[begin:end]) for begin, end in pairwise(bounds)]
+
+
+def _label(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 1e5 else f"{value:.3e}"
 
 
 def _bar(value: float | None, low: float, high: float, height: int, row: int) -> str:

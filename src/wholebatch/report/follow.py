@@ -12,7 +12,7 @@ from rich.text import Text
 
 from wholebatch.record import Evaluation, UpdateRecord
 from wholebatch.report.curves import loss_curve, padding_line
-from wholebatch.report.run_view import CURVE_COLUMNS, ledger_line, number, recent_table, title
+from wholebatch.report.run_view import CURVE_COLUMNS, heading, ledger_line, number, recent_table, title
 from wholebatch.report.summary import LAST_UPDATES_SHOWN
 from wholebatch.report.words import number_of, skip_words
 from wholebatch.run_reader import Run, read_run
@@ -82,14 +82,14 @@ def panel(run: Run, quiet_seconds: float) -> RenderableType:
     parts: list[RenderableType] = [title(run), Text(ledger_line(run.header)), _pace(run, quiet_seconds)]
     lines = loss_curve(run.records, width=CURVE_COLUMNS, height=PANEL_CURVE_LINES)
     if lines:
-        parts += ["", Text("loss per item, by update", style="bold")]
+        parts += ["", heading("loss per item, by update")]
         parts += [Text(line, no_wrap=True, overflow="crop") for line in lines]
     if padding := padding_line(run.records[-CURVE_COLUMNS:], width=CURVE_COLUMNS):
         parts.append(Text(f"padding share of the last updates: {padding[0]}"))
     if run.evaluations:
         parts.append(Text(evaluation_line(run.evaluations[-1])))
     if run.records:
-        parts += ["", recent_table(run.records[-PANEL_UPDATES:])]
+        parts += ["", heading("last updates"), recent_table(run.records[-PANEL_UPDATES:])]
     return Group(*parts)
 
 

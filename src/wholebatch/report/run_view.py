@@ -33,7 +33,7 @@ def render_run(run: Run) -> RenderableType:
     if run.evaluations:
         parts += ["", _evaluations(run)]
     if run.records:
-        parts += ["", recent_table(run.records[-LAST_UPDATES_SHOWN:])]
+        parts += ["", heading("last updates"), recent_table(run.records[-LAST_UPDATES_SHOWN:])]
     skipped = [r for r in run.records if r.reason is not None][-LAST_UPDATES_SHOWN:]
     parts += [Text(skip_words(r), style="yellow") for r in skipped]
     return Group(*parts)
@@ -81,7 +81,7 @@ def curves(records: Sequence[UpdateRecord]) -> list[RenderableType]:
     """The loss, and the padding share beneath it, over the updates."""
     parts: list[RenderableType] = []
     if lines := loss_curve(records, width=CURVE_COLUMNS, height=CURVE_LINES):
-        parts += ["", Text("loss per item, by update", style="bold"), *map(_line, lines)]
+        parts += ["", heading("loss per item, by update"), *map(_line, lines)]
     padding = padding_line(records, width=CURVE_COLUMNS)
     if padding and len(records) > 1:
         label_width = len(lines[0].split("│")[0]) if lines else 0
@@ -149,7 +149,7 @@ def totals_table(run: Run, facts: dict[str, Any]) -> Table:
 
 def recent_table(records: Sequence[UpdateRecord]) -> Table:
     """Some updates, one a line."""
-    table = titled("last updates", "update", "outcome|", "samples", "items", "loss per\nitem", "norm")
+    table = columns("update", "outcome|", "samples", "items", "loss per\nitem", "norm")
     for name in ("learning\nrate", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in records:
@@ -174,9 +174,14 @@ def pairs() -> Table:
     return table
 
 
-def titled(title: str, *names: str) -> Table:
-    """A table with a title; a name that ends in "|" is of a column set to the left."""
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+def heading(words: str) -> Text:
+    """The line above a table; a title of the table itself would be broken to its width."""
+    return Text(words, style="bold")
+
+
+def columns(*names: str) -> Table:
+    """A table with a head; a name that ends in "|" is of a column set to the left."""
+    table = Table(box=None, pad_edge=False)
     for name in names:
         table.add_column(
             name.removesuffix("|"), justify="left" if name.endswith("|") else "right", no_wrap=True
@@ -212,7 +217,7 @@ def _line(text: str) -> Text:
 
 def _resumptions(resumptions: Sequence[Resumption]) -> RenderableType:
     """Where the run was resumed, and what was another from there on."""
-    table = titled("resumed", "at|", "after\nupdate", "updates\ngiven up", "m x A x D", "end\nbefore|")
+    table = columns("at|", "after\nupdate", "updates\ngiven up", "m x A x D", "end\nbefore|")
     lines: list[RenderableType] = []
     for r in resumptions:
         product = f"{r.micro_batch_samples:,} x {r.micro_batches_per_window:,} x {r.replicas:,}"
@@ -221,15 +226,15 @@ def _resumptions(resumptions: Sequence[Resumption]) -> RenderableType:
         if r.changed_settings:
             changes = ", ".join(f"{name} {_change(pair)}" for name, pair in r.changed_settings.items())
             lines.append(Text(f"after update {r.updates_attempted:,}: {changes}"))
-    return Group(table, *lines)
+    return Group(heading("resumed"), table, *lines)
 
 
 def _change(pair: Sequence[Any]) -> str:
     return " -> ".join(value_words(value) for value in pair)
 
 
-def _checkpoints(checkpoints: Sequence[dict[str, Any]]) -> Table:
-    table = titled("checkpoints", "name|", "after\nupdate", "samples", "score", "made|")
+def _checkpoints(checkpoints: Sequence[dict[str, Any]]) -> RenderableType:
+    table = columns("name|", "after\nupdate", "samples", "score", "made|")
     for each in checkpoints:
         table.add_row(
             Text(each["name"]),
@@ -238,16 +243,14 @@ def _checkpoints(checkpoints: Sequence[dict[str, Any]]) -> Table:
             number(each["score"]),
             each["created_at"] or "-",
         )
-    return table
+    return Group(heading("checkpoints"), table)
 
 
 def _evaluations(run: Run) -> RenderableType:
     shown = run.evaluations[-EVALUATIONS_SHOWN:]
     left_out = len(run.evaluations) - len(shown)
-    table = titled(
-        f"evaluations, the last {len(shown)} of {len(run.evaluations)}" if left_out else "evaluations",
-        *("split|", "after\nupdates", "samples\nseen", "items", "loss per\nitem"),
-    )
+    words = f"evaluations, the last {len(shown)} of {len(run.evaluations)}" if left_out else "evaluations"
+    table = columns("split|", "after\nupdates", "samples\nseen", "items", "loss per\nitem")
     for e in shown:
         table.add_row(
             Text(e.split),
@@ -256,4 +259,4 @@ def _evaluations(run: Run) -> RenderableType:
             f"{e.items:,}",
             number(e.loss_per_item),
         )
-    return table
+    return Group(heading(words), table)

@@ -188,6 +188,10 @@ def test_a_class_of_the_users_own(own_module: str) -> None:
     torch.testing.assert_close(model.bias, before - 0.5)
 
 
+def test_a_class_in_a_file(own_module: str) -> None:
+    assert optimizer_class(f"{own_module}.py:Plain").__name__ == "Plain"
+
+
 def test_a_class_that_takes_any_option_gets_all(own_module: str) -> None:
     chosen = OptimizerConfig(name=f"{own_module}:Open", weight_decay=0.1, options={"widths": [3]})
     (group,) = make_optimizer(layer().parameters(), chosen).param_groups
@@ -236,45 +240,26 @@ def test_no_class_but_torchs_own_is_fused() -> None:
 # Refusals
 
 REFUSED = [
-    ({"name": "Adamw2"}, r"'Adamw2': torch.optim has no optimizer 'Adamw2'; did you mean AdamW or"),
-    ({"name": "adamw"}, r"did you mean AdamW"),
-    ({"name": "Optimizer"}, r"torch.optim has no optimizer 'Optimizer'"),
-    ({"name": "lr_scheduler"}, r"torch.optim has no optimizer 'lr_scheduler'"),
-    ({"name": "Q"}, r"; it has ASGD, Adadelta, Adafactor"),
+    ({"name": "Adamw2"}, r"optimizer.name = 'Adamw2' is no optimizer; did you mean AdamW or"),
+    ({"name": "adamw"}, r"'adamw' is no optimizer; did you mean AdamW"),
+    ({"name": "Optimizer"}, r"'Optimizer' is no optimizer; it has"),
+    ({"name": "lr_scheduler"}, r"'lr_scheduler' is no optimizer; it has ASGD, Adadelta"),
+    ({"name": "nowhere.at.all:X"}, r"optimizer.name: there is no module 'nowhere.at.all' here; give"),
+    ({"name": ":X"}, r"optimizer.name: ':X' does not name an optimizer; write module:name or file.py"),
+    ({"name": "math:sqrt"}, r"'math:sqrt' is no optimizer; it is no subclass of torch.optim.Optimizer"),
     (
-        {"name": "nowhere.at.all:X"},
-        r"importing 'nowhere.at.all' failed with ModuleNotFoundError: No module",
+        {"options": {"beta": [0.9]}},
+        r"options.beta = \[0.9\]: AdamW has no such option; did you mean",
     ),
-    ({"name": ":X"}, r"importing '' failed with ValueError"),
-    ({"name": "math:X"}, r"'math:X': math has no optimizer 'X'; it has none"),
-    (
-        {"options": {"beta": [0.9, 0.99]}},
-        r"options.beta = \[0.9, 0.99\]: AdamW has no such option; did you mean",
-    ),
-    (
-        {"options": {"lr": 0.1}},
-        r"options.lr = 0.1 would be given twice; set optimizer.learning_rate instead",
-    ),
-    (
-        {"options": {"weight_decay": 0.1}},
-        r"options.weight_decay = 0.1 would be given twice; set optimizer.w",
-    ),
+    ({"options": {"lr": 0.1}}, r"options.lr = 0.1 would be given twice; set optimizer.learning_rate"),
+    ({"options": {"weight_decay": 0.1}}, r"options.weight_decay = 0.1 would be given twice; set optimizer"),
     ({"options": {"params": 3}}, r"optimizer.options.params = 3: AdamW has no such option"),
-    (
-        {"name": "Rprop", "weight_decay": 0.1},
-        r"weight_decay = 0.1, and Rprop has no weight decay; set it to 0",
-    ),
-    (
-        {"options": {"betas": [0.9, 9.0]}},
-        r"does not take these settings: Invalid beta parameter at index 1: 9",
-    ),
+    ({"name": "Rprop", "weight_decay": 0.1}, r"weight_decay = 0.1, and Rprop has no weight decay; set it"),
+    ({"options": {"betas": [0.9, 9.0]}}, r"does not take these settings: Invalid beta parameter at index"),
     ({"options": {"betas": 3}}, r"does not take these settings: .*int.*optimizer.options = \{'betas': 3\}"),
     ({"learning_rate": -1.0}, r"Invalid learning rate: -1.0 \(optimizer.learning_rate = -1.0"),
     ({"options": {"fused": True, "foreach": True}}, r"does not take these settings: .*cannot be"),
-    (
-        {"name": "Muon"},
-        r"'Muon' moves matrices only, and 1 of 2 parameters are not .* of shape \(8,\); take",
-    ),
+    ({"name": "Muon"}, r"'Muon' moves matrices only, and 1 of 2 parameters are not .* shape \(8,\)"),
 ]
 
 
@@ -290,9 +275,9 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
 
 
 def test_own_classes_that_do_not_fit_are_refused(own_module: str) -> None:
-    with pytest.raises(UsageError, match=r"has no optimizer 'Plane'; did you mean Plain\?"):
+    with pytest.raises(UsageError, match=r"optimizer.name: own_optimizers_of_a_test has no 'Plane'"):
         optimizer_class(f"{own_module}:Plane")
-    with pytest.raises(UsageError, match=r"has no optimizer 'function'; it has"):
+    with pytest.raises(UsageError, match=r"test:function' is no optimizer; it is no subclass"):
         optimizer_class(f"{own_module}:function")
     with pytest.raises(UsageError, match=r"its class takes no lr, so optimizer.learning_rate = 0.003 and"):
         make_optimizer(layer().parameters(), settings(name=f"{own_module}:Rateless"))

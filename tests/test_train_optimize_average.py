@@ -254,8 +254,11 @@ def test_the_state_is_plain_data(tmp_path: Any) -> None:
     torch.save(average.state_dict(), tmp_path / "average.pt")
     state = torch.load(tmp_path / "average.pt", weights_only=True)
     assert state["updates_applied"] == 7
-    average.load_state_dict(state)
-    average.follow(record(8))
+    fresh = Average(Classifier(), decay_per_update=DECAY)
+    fresh.load_state_dict(state)
+    with pytest.raises(WindowUsageError, match=r"followed 7 applied updates, .* of number 9"):
+        fresh.follow(record(9))
+    fresh.follow(record(8))
 
 
 def test_a_state_of_other_parameters_is_refused() -> None:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import inspect
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholebatch.errors import UnsupportedError, UsageError
+from wholebatch.targets import find_target
 from wholebatch.train.settings import OptimizerConfig
 
 ParameterGroup = dict[str, Any]
@@ -101,21 +99,18 @@ def make_optimizer(
 
 
 def optimizer_class(name: str) -> type[Any]:
-    """The class of ``torch.optim`` of that name, or that of ``"module:Class"``.
+    """The class of ``torch.optim`` of that name, or that of ``module:Class`` or ``file.py:Class``.
 
     Raises:
+        JudgeError: importing the module or the file failed.
         UnsupportedError: its step needs a closure.
         UsageError: there is no such class, or it is no optimizer.
     """
-    module_name, colon, class_name = name.rpartition(":")
-    module = _module(name, module_name) if colon else torch.optim
-    found = getattr(module, class_name, None)
-    if not (inspect.isclass(found) and issubclass(found, Optimizer) and found is not Optimizer):
-        known = [key for key, value in vars(module).items() if _is_optimizer(value)]
-        raise UsageError(
-            f"optimizer.name = {name!r}: {module.__name__} has no optimizer {class_name!r}"
-            f"{_nearest(class_name, known)}"
-        )
+    found = _own_class(name) if ":" in name else vars(torch.optim).get(name)
+    if not _is_optimizer(found):
+        known = [key for key, value in vars(torch.optim).items() if _is_optimizer(value)]
+        instead = "; it is no subclass of torch.optim.Optimizer" if ":" in name else _nearest(name, known)
+        raise UsageError(f"optimizer.name = {name!r} is no optimizer{instead}")
     closure = inspect.signature(found.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
@@ -126,23 +121,16 @@ def optimizer_class(name: str) -> type[Any]:
     return found
 
 
-def _is_optimizer(value: object) -> bool:
+def _is_optimizer(value: object) -> TypeGuard[type[Any]]:
     return inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
 
 
-def _module(name: str, module_name: str) -> Any:
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
+def _own_class(name: str) -> object:
     try:
-        return importlib.import_module(module_name)
-    except Exception as error:  # the user's own code may fail in any way while it is imported
-        raise UsageError(
-            f"optimizer.name = {name!r}: importing {module_name!r} failed with {type(error).__name__}: "
-            f"{error}; write module:Class for a module that can be imported from this folder"
-        ) from error
-    finally:
-        if here in sys.path:
-            sys.path.remove(here)
+        found: object = find_target(name, what="an optimizer")
+    except UsageError as error:
+        raise UsageError(f"optimizer.name: {error}") from error
+    return found
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

@@ -148,7 +148,8 @@ class OptimizerConfig:
     """The optimizer.
 
     Args:
-        name: a class of torch.optim such as "AdamW" or "SGD", or "module:Class".
+        name: a class of torch.optim such as "AdamW" or "SGD", or "module:Class" or "file.py:Class" of
+            your own.
         learning_rate: the highest.
         weight_decay: given to the groups that decay.
         decayed: "matrices" decays parameters of two dimensions and more, "all" decays every one.

@@ -65,6 +65,7 @@ def mean_of_means() -> Any:
         total = self._settle()
         mean = self._window.ranks.divisor / (total.micro_batches * max(1.0, float(items)))
         self._shares = {"loss": mean}
+        self._seeds.clear()
         backward(self, (loss_sum, items))
 
     return mock.patch.object(Update, "backward", broken)
@@ -73,8 +74,8 @@ def mean_of_means() -> Any:
 def clip_in_every_micro_batch() -> Any:
     backward = Ranks.backward
 
-    def broken(self: Ranks, loss: torch.Tensor) -> None:
-        backward(self, loss)
+    def broken(self: Ranks, roots: Any) -> None:
+        backward(self, roots)
         torch.nn.utils.clip_grad_norm_(broken.parameters, 0.02)
 
     apply = Finish.__init__
@@ -91,9 +92,10 @@ def clip_in_every_micro_batch() -> Any:
 def last_left_out() -> Any:
     backward = Ranks.backward
 
-    def broken(self: Ranks, loss: torch.Tensor) -> None:
+    def broken(self: Ranks, roots: Any) -> None:
         broken.calls += 1
-        backward(self, loss * 0 if broken.calls % 4 == 0 else loss)
+        left_out = broken.calls % 4 == 0
+        backward(self, [(loss, gradient * (not left_out)) for loss, gradient in roots])
 
     broken.calls = 0
     return mock.patch.object(Ranks, "backward", broken)

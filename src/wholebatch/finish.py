@@ -166,11 +166,11 @@ class Finish:
                 "float32 and run the forward under torch.autocast(dtype=torch.float16)"
             )
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """``loss`` times the loss scale."""
+    def scaled(self, seed: Tensor) -> Tensor:
+        """The gradient that a backward starts from, times the loss scale."""
         if self.scaler is None:
-            return loss
-        scaled: Tensor = self.scaler.scale(loss)
+            return seed
+        scaled: Tensor = self.scaler.scale(seed)
         return scaled
 
     def scale_mark(self) -> tuple[int, int] | None:

@@ -102,7 +102,8 @@ class Update:
         self._losses: list[dict[str, LossSum]] = []  # detached, by micro-batch
         self._pending: PendingExchange | None = None
         self._tally: GlobalTally | None = None
-        self._shares: dict[str, float] = {}  # what each term's summed loss is multiplied by
+        self._shares: dict[str, float] = {}  # what each term's summed loss counts for
+        self._seeds: dict[str, Tensor] = {}  # the same as tensors, times the loss scale
         self._entered = False
         self._agreed = False  # every rank knows how this update ended
         self._irrevocable = False
@@ -259,8 +260,8 @@ class Update:
         """Add the gradient of this micro-batch's *summed* loss; the window divides.
 
         ``sum_k (c_k * divisor / N_k) * loss_sum_k`` is differentiated, with ``divisor`` what the
-        engine divides by when it reduces. The loss tensors given lose their graph, so that keeping
-        them for a log keeps no memory alive.
+        engine divides by when it reduces; each factor goes in as the gradient of its sum. The loss
+        tensors given lose their graph, so that keeping them for a log keeps no memory alive.
 
         Args:
             loss: ``(loss_sum, num_items)``, or such by term.
@@ -280,15 +281,14 @@ class Update:
         # a reduction may put its own tensors in the place of gradients, which covers that trace
         covers = ranks.synchronises or len(self._losses) == len(self._held) - 1
         self._refuse(snapshot.gradients_changed(whole=covers))
-        parts = [given.loss_sum * self._shares[term] for term, given in by_term.items()]
-        weighted = torch.stack([part.reshape(()) for part in parts]).sum() if len(parts) > 1 else parts[0]
-        if self._can_run_backward(weighted, by_term):
+        if self._can_run_backward(by_term):
             # A backward that fails half way has added some of its gradients, so it can't be repeated.
             self._waits_for_backward = False
             ranks.check_forward()
             if ranks.synchronises:
                 self._meet_before_reducing()
-            ranks.backward(self._window.finish.scaled(weighted))
+            roots = [(given.loss_sum, self._seed(term, given.loss_sum)) for term, given in by_term.items()]
+            ranks.backward([(loss, seed) for loss, seed in roots if loss.requires_grad])
             self._irrevocable = False
             snapshot.mark_gradients(whole=covers)
         self._losses.append({term: without_graph(given) for term, given in by_term.items()})
@@ -338,9 +338,17 @@ class Update:
             )
         return {term: as_loss_sum(by_term[term], name=f"term {term!r}") for term in terms}
 
-    def _can_run_backward(self, weighted: Tensor, by_term: Mapping[str, LossSum]) -> bool:
+    def _seed(self, term: str, loss_sum: Tensor) -> Tensor:
+        """The gradient of the update with respect to a term's summed loss, times the loss scale."""
+        seed = self._seeds.get(term)
+        if seed is None or (seed.shape, seed.dtype) != (loss_sum.shape, loss_sum.dtype):
+            share = torch.full_like(loss_sum, self._shares[term], requires_grad=False)
+            seed = self._seeds[term] = self._window.finish.scaled(share).to(loss_sum.dtype)
+        return seed
+
+    def _can_run_backward(self, by_term: Mapping[str, LossSum]) -> bool:
         """Whether there is a graph to run; none is needed where there are no items to learn from."""
-        if weighted.requires_grad:
+        if any(given.loss_sum.requires_grad for given in by_term.values()):
             return True
         if not self._window.ranks.synchronises and not any(float(v.num_items) for v in by_term.values()):
             return False

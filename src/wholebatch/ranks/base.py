@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from wholebatch.gradients import careful_norm, total_norm
@@ -95,9 +96,9 @@ class Ranks(ABC):
     def check_forward(self) -> None:
         """Refuse before a backward that would not reduce although it should."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward of one micro-batch."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Run the backward of one micro-batch from its summed losses, each with its own gradient."""
+        torch.autograd.backward([loss for loss, _ in roots], [gradient for _, gradient in roots])
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The Euclidean norm of the reduced gradient, as :func:`wholebatch.gradients.total_norm`."""

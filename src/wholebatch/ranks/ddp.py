@@ -143,13 +143,13 @@ class DDPRanks(Ranks):
                 "and leave no_sync to the window"
             )
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
         if not self.synchronises:
-            super().backward(loss)
+            super().backward(roots)
             return
         watch = GradientWatch(parameter for _, parameter in self._reduced)
         watch.mark()
-        super().backward(loss)
+        super().backward(roots)
         self.reductions += 1
         self._check_reduced(watch)
         self.needs_reset = False  # nothing is armed now; a forward after this arms it again

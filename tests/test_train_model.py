@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from wholebatch.errors import UsageError
 from wholebatch.train.data import VOCABULARY, collate, encode
-from wholebatch.train.model import GPT, GPTShape, decayed_apart, num_parameters
+from wholebatch.train.models.gpt import GPT, GPTShape, decayed_apart, num_parameters
 
 
 @pytest.fixture
@@ -65,3 +66,51 @@ def test_dropout_acts_in_training_only() -> None:
 
 def test_a_micro_batch_without_samples_runs(model: GPT) -> None:
     assert model(collate([], [])["input_ids"]).shape == (0, 0, VOCABULARY)
+
+
+def test_more_tokens_than_positions_are_refused_with_both_numbers(model: GPT) -> None:
+    with pytest.raises(UsageError, match=r"a sample of 17 tokens does not fit a GPT of 16 positions; set"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+
+
+# Labels of whole samples
+
+
+@pytest.fixture
+def classifier() -> GPT:
+    torch.manual_seed(0)
+    shape = GPTShape(vocabulary=9, max_tokens=16, layers=2, width=32, heads=4, num_labels=3)
+    return GPT(shape).double()
+
+
+def test_a_label_is_read_where_the_whole_sample_was_seen(classifier: GPT) -> None:
+    ids = torch.randint(0, 9, (2, 7))
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
+    logits = classifier(ids, mask)
+    assert logits.shape == (2, 3)
+    alone = classifier(ids[:1, :4], mask[:1, :4])
+    torch.testing.assert_close(logits[:1], alone, rtol=0, atol=1e-12)
+    for position in range(7):
+        changed = ids.clone()
+        changed[:, position] = (changed[:, position] + 1) % 9
+        moved = (classifier(changed, mask) - logits).abs().amax(dim=1) > 1e-9
+        assert moved.tolist() == [position < 4, True]
+
+
+def test_all_parameters_learn_from_labels(classifier: GPT) -> None:
+    ids = torch.randint(0, 9, (2, 7))
+    F.cross_entropy(classifier(ids, torch.ones_like(ids)), torch.tensor([0, 2])).backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in classifier.parameters())
+
+
+def test_a_label_without_a_mask_is_refused(classifier: GPT) -> None:
+    with pytest.raises(UsageError, match='the batch has no "attention_mask" to tell it from padding; let'):
+        classifier(torch.zeros(2, 7, dtype=torch.int64))
+
+
+def test_a_micro_batch_without_samples_has_no_labels(classifier: GPT) -> None:
+    empty = torch.zeros(0, 0, dtype=torch.int64)
+    logits = classifier(empty, empty)
+    assert logits.shape == (0, 3)
+    logits.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in classifier.parameters())

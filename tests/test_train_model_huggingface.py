@@ -341,6 +341,27 @@ def test_labels_that_do_not_fit_the_folders_head(folders, tmp_path):
         built(folders["bert"], "label", data={"padding_id": 2})
 
 
+def test_the_names_of_labels_stay_with_the_model(folders, tmp_path):
+    model = built(folders["bert"], "label", data={"facts": {"labels": ["bad", "fair", "good"]}})
+    assert model.module.config.id2label == {0: "bad", 1: "fair", 2: "good"}
+    model.module.save_pretrained(tmp_path / "head")
+    again = built(tmp_path / "head", "label", data={"facts": {"labels": ["bad", "fair", "good"]}})
+    assert "new_parameters" not in again.facts
+    numbered = built(tmp_path / "head", "label", data={"facts": {"labels": [0, 1, 2]}})
+    assert numbered.module.config.label2id == {"bad": 0, "fair": 1, "good": 2}
+    message = "head for the labels bad, fair, good, in this order, and the data has bad, good, poor; give"
+    with pytest.raises(UsageError, match=message):
+        built(tmp_path / "head", "label", data={"facts": {"labels": ["bad", "good", "poor"]}})
+    unnamed = built(folders["bert"], "label", data={"facts": {"labels": [0, 1, 2]}})
+    assert unnamed.module.config.label2id == {"0": 0, "1": 1, "2": 2}
+
+
+def test_a_batch_without_token_ids_is_refused(folders):
+    model = built(folders["gpt2"])
+    with pytest.raises(UsageError, match=r'has no tensor "input_ids" but pixels, labels; let collate name'):
+        model.forward(model.module, {"pixels": torch.zeros(1), "labels": torch.zeros(1)})
+
+
 def test_without_transformers_it_says_what_to_install(folders, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UsageError, match=r"needs the package transformers.*pip install 'wholebatch\[hf\]'"):

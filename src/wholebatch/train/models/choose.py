@@ -19,6 +19,7 @@ from wholebatch.errors import UnsupportedError, UsageError
 from wholebatch.train.material import Batch, JobData, JobModel
 from wholebatch.train.models.gpt import GPT, GPTShape, num_parameters
 from wholebatch.train.models.huggingface import check_folder, load_folder
+from wholebatch.train.models.inputs import token_ids
 from wholebatch.train.models.lora import add_adapters
 from wholebatch.train.models.own import call_own
 from wholebatch.train.settings import ModelConfig, TrainConfig
@@ -31,7 +32,7 @@ def source_kind(source: str) -> Literal["gpt", "own", "folder"]:
     """Which of the three kinds ``model.source`` names; a folder wins over a colon in its name."""
     if source == "gpt":
         return "gpt"
-    return "own" if ":" in source and not Path(source).is_dir() else "folder"
+    return "own" if ":" in source and not Path(source).expanduser().is_dir() else "folder"
 
 
 def check_model_settings(config: TrainConfig) -> None:
@@ -189,11 +190,11 @@ def _gpt(config: TrainConfig, data: JobData) -> JobModel:
 
 
 def _token_forward(module: nn.Module, batch: Batch) -> Any:
-    return module(batch["input_ids"])
+    return module(token_ids(batch))
 
 
 def _label_forward(module: nn.Module, batch: Batch) -> Any:
-    return module(batch["input_ids"], batch.get("attention_mask"))
+    return module(token_ids(batch), batch.get("attention_mask"))
 
 
 def _checkpoint_folder_model(module: nn.Module, source: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import os
@@ -66,10 +65,9 @@ def _write(job_model: JobModel, part: Path) -> None:
         # peft would ask a server about the base's embedding unless told not to save it.
         module.save_pretrained(part, **({"save_embedding_layers": False} if adapted else {}))
         return
-    plain = copy.deepcopy(module).merge_and_unload() if adapted else module
-    torch.save(_on_host(plain), part / "model.pt")
-    if isinstance(plain, GPT):
-        sizes = json.dumps(dataclasses.asdict(plain.shape), indent=2)
+    torch.save(_merged(base) if adapted else _on_host(base), part / "model.pt")
+    if isinstance(base, GPT):
+        sizes = json.dumps(dataclasses.asdict(base.shape), indent=2)
         (part / "shape.json").write_text(sizes + "\n", encoding="utf-8")
 
 
@@ -78,6 +76,30 @@ def _on_host(module: nn.Module) -> dict[str, Any]:
         name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
         for name, value in module.state_dict().items()
     }
+
+
+def _merged(base: nn.Module) -> dict[str, Any]:
+    """The state dict that the base would have without adapters: ``W + alpha / rank * B A`` in their place.
+
+    Not by peft's own merging, which changes the model or copies all of it.
+    """
+    adapted: dict[str, Any] = {
+        name: layer for name, layer in base.named_modules() if hasattr(layer, "get_delta_weight")
+    }
+    merged: dict[str, Any] = {}
+    for name, stored in _on_host(base).items():
+        value = stored
+        owner = next((owner for owner in adapted if name.startswith(f"{owner}.")), None)
+        if owner is None:
+            merged[name] = value
+            continue
+        inner = name.removeprefix(f"{owner}.")
+        if not inner.startswith("base_layer."):
+            continue
+        if inner == "base_layer.weight":
+            value = value + adapted[owner].get_delta_weight("default").detach().cpu()
+        merged[f"{owner}.{inner.removeprefix('base_layer.')}"] = value
+    return merged
 
 
 def _sync(path: Path) -> None:

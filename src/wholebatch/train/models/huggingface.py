@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from wholebatch.errors import UsageError
 from wholebatch.train.material import Batch, JobData, JobModel
 from wholebatch.train.models.extras import needed
+from wholebatch.train.models.inputs import token_ids
 from wholebatch.train.settings import ModelConfig, TrainConfig
 
 _CLASSES = {
@@ -47,7 +48,7 @@ def check_folder(settings: ModelConfig) -> None:
     Raises:
         UsageError: no folder, no config.json, or no weights in safetensors.
     """
-    folder = Path(settings.source)
+    folder = Path(settings.source).expanduser()
     if not folder.is_dir():
         raise UsageError(
             f'model.source {settings.source!r} is neither "gpt" nor a folder here nor module:function; '
@@ -89,7 +90,7 @@ def load_folder(config: TrainConfig, data: JobData, dtype: torch.dtype) -> JobMo
             the vocabulary or the longest sample.
     """
     transformers = needed("transformers", extra="hf", key=f"model.source {config.model.source!r}")
-    folder, kind = Path(config.model.source), config.objective.kind
+    folder, kind = Path(config.model.source).expanduser(), config.objective.kind
     with _quiet(transformers), _told(folder, kind):
         shape = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         set_dropout(shape, config.model.dropout)
@@ -111,7 +112,7 @@ def load_folder(config: TrainConfig, data: JobData, dtype: torch.dtype) -> JobMo
             )
             new = sorted(info["missing_keys"])
     _set_dropout_layers(module, config.model.dropout)
-    _check_fit(module, config, data)
+    _check_fit(module, folder, config, data)
     if kind == "next_token":
         _check_causal(module, folder)
     if kind == "label" and module.config.pad_token_id is None:
@@ -130,7 +131,7 @@ def folder_forward(module: nn.Module, batch: Batch) -> Tensor:
         again: transformers can't run on none, and every rank must reach every parameter.
     """
     given = {name: batch[name] for name in _INPUTS if isinstance(batch.get(name), Tensor)}
-    samples, tokens = given["input_ids"].shape
+    samples, tokens = token_ids(batch).shape
     if samples == 0:
         given = {name: value.new_ones(1, max(tokens, 1)) for name, value in given.items()}
         given |= {name: torch.zeros_like(given[name]) for name in given if name != "attention_mask"}
@@ -183,8 +184,7 @@ def _set_labels(shape: Any, data: JobData, folder: Path) -> None:
             f"model.source {folder} has a head of {shape.num_labels} labels, and the data has "
             f"{data.num_labels}; use the same labels, or the folder of the model without a head"
         )
-    if not has_head:
-        shape.num_labels = data.num_labels
+    _set_label_names(shape, data, folder, has_head=has_head)
     if shape.pad_token_id is not None and shape.pad_token_id != data.padding_id:
         raise UsageError(
             f"model.source {folder} pads with token {shape.pad_token_id}, and the data with "
@@ -192,15 +192,32 @@ def _set_labels(shape: Any, data: JobData, folder: Path) -> None:
         )
 
 
-def _check_fit(module: Any, config: TrainConfig, data: JobData) -> None:
-    folder = config.model.source
+def _set_label_names(shape: Any, data: JobData, folder: Path, *, has_head: bool) -> None:
+    """Keep the names with the model; a head that means others by the same numbers is refused."""
+    if not has_head:
+        shape.num_labels = data.num_labels
+    names = data.facts.get("labels") or []
+    if not names or (has_head and not isinstance(names[0], str)):
+        return  # numbers are taken for the head's own
+    before = list(shape.id2label.values())
+    if has_head and before != names and not before[0].startswith("LABEL_"):  # as those without a name
+        raise UsageError(
+            f"model.source {folder} has a head for the labels {', '.join(before)}, in this order, and the "
+            f"data has {', '.join(names)}; give the head's numbers as labels, or use the folder of the "
+            f"model without a head"
+        )
+    shape.id2label = {label: str(name) for label, name in enumerate(names)}
+    shape.label2id = {name: label for label, name in shape.id2label.items()}
+
+
+def _check_fit(module: Any, folder: Path, config: TrainConfig, data: JobData) -> None:
     vocabulary = module.get_input_embeddings().num_embeddings
     if data.vocabulary is not None and data.vocabulary > vocabulary:
         raise UsageError(
             f"data.tokenizer {config.data.tokenizer!r} has {data.vocabulary} tokens, and model.source "
             f"{folder} embeds {vocabulary}; set data.tokenizer to the tokenizer of the model"
         )
-    own_tokens = any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+    own_tokens = any((folder / name).is_file() for name in TOKENIZER_FILES)
     if (
         own_tokens
         and data.vocabulary is not None

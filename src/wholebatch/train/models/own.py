@@ -9,6 +9,7 @@ from torch import nn
 from wholebatch.errors import UsageError
 from wholebatch.targets import find_target, guarded
 from wholebatch.train.material import Batch, JobModel
+from wholebatch.train.models.inputs import token_ids
 from wholebatch.train.settings import ModelConfig
 
 
@@ -53,4 +54,4 @@ def _kind(found: Any) -> str:
 
 
 def _input_ids_forward(module: nn.Module, batch: Batch) -> Any:
-    return module(batch["input_ids"])
+    return module(token_ids(batch))

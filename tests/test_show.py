@@ -7,15 +7,16 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from runs import a_record
+from runs import a_record, a_resumption, an_evaluation
 from wholebatch.errors import RecordError
 from wholebatch.record import Evaluation, RunHeader
-from wholebatch.report.curves import BARS, loss_curve, sparkline
+from wholebatch.report.curves import BARS, loss_curve, padding_line, sparkline
 from wholebatch.report.run_view import ledger_line, render_run
 from wholebatch.report.show import show
 from wholebatch.report.summary import run_summary
@@ -90,7 +91,7 @@ def test_the_facts_are_there(folder: Path) -> None:
 
 def test_the_last_updates_are_listed(folder: Path) -> None:
     text = rendered(folder)
-    assert line_with(text, "8 ") == "8 applied, partial 5 100 2.0000 1.2500 0.003 0.500"
+    assert line_with(text, "8 ") == "8 partial 5 100 2.0000 1.2500 0.003 0.500"
     assert line_with(text, "7 ") == "7 not finite 16 900 - - 0.003 0.500"
     assert "update 7 was skipped: a gradient is not finite" in text
     assert "update 3 was" not in text
@@ -253,10 +254,148 @@ def test_a_flat_curve_is_drawn() -> None:
     assert loss_curve(flat, width=10, height=2)[1].endswith("▁▁")
 
 
+def test_losses_near_the_largest_float_are_drawn() -> None:
+    high = [a_record(update, items=10**6, loss_per_item=1e308) for update in (1, 2, 3, 4)]
+    assert [line.split()[0] for line in loss_curve(high, width=2, height=2)[:2]] == ["1.000e+308"] * 2
+    far = [a_record(update, loss_per_item=sign * 1.7e308) for update, sign in ((1, -1), (2, 1))]
+    assert loss_curve(far, width=2, height=2)[:2] == [" 1.700e+308 │ █", "-1.700e+308 │▁█"]
+
+
 def test_sparkline() -> None:
     assert sparkline([float(i) for i in range(8)]) == BARS
     assert sparkline([1.0, None, 2.0]) == "▁ █"
     assert sparkline([None]) == ""
+
+
+def test_the_padding_of_a_column_is_that_of_its_items_and_positions() -> None:
+    """Items 10 of 20 and 90 of 100 positions leave 20 of 120 unused, where the mean would be 30%."""
+    group = [a_record(1, items=10, positions=20), a_record(2, items=90, positions=100)]
+    assert padding_line(group, width=1) == ("16.7%", "▁")
+    assert padding_line(group, width=2) == ("10.0% to 50.0%", "█▁")
+    unknown = a_record(3, items=5, positions=0)
+    assert padding_line([*group, unknown], width=3) == ("10.0% to 50.0%", "█▁ ")
+    assert padding_line([unknown], width=3) is None
+    assert padding_line([], width=3) is None
+
+
+def test_padding_is_drawn_under_the_loss(folder: Path) -> None:
+    lines = rendered(folder).splitlines()
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("padding share, by update")]
+    assert lines[at].rstrip() == "padding share, by update: 25.0% to 33.3%"
+    assert lines[at + 1].rstrip() == "      │▁▁▁▁▁▁▁█"
+    assert lines[at - 2].startswith("2.000 │"), "the columns of both stand under each other"
+
+
+def test_no_padding_line_without_positions(tmp_path: Path, folder: Path) -> None:
+    with RunLog(tmp_path / "new", read_run(folder).header) as log:
+        for update in (1, 2):
+            log.write(a_record(update, positions=0))
+    text = rendered(tmp_path / "new")
+    assert "padding share" not in text
+    assert line_with(text, "padding ") == "padding -"
+
+
+def a_checkpoint(folder: Path, name: str, manifest: object) -> None:
+    path = folder / "checkpoints" / name
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_checkpoints_are_listed(folder: Path) -> None:
+    assert "\ncheckpoints" not in rendered(folder)
+    counters = {"updates_attempted": 4, "samples": 64}
+    facts = {"counters": counters, "score": 2.5, "created_at": "2026-01-02T03:04:05+00:00"}
+    a_checkpoint(folder, "update-00000006", {"score": None})
+    a_checkpoint(folder, "update-00000004", facts)
+    text = rendered(folder)
+    assert line_with(text, "update-00000004") == "update-00000004 4 64 2.5000 2026-01-02T03:04:05+00:00"
+    assert line_with(text, "update-00000006") == "update-00000006 - - - -"
+    assert run_summary(read_run(folder))["checkpoints"][0] == {
+        "name": "update-00000004",
+        "created_at": "2026-01-02T03:04:05+00:00",
+        "updates_attempted": 4,
+        "samples": 64,
+        "score": 2.5,
+    }
+
+
+@pytest.mark.parametrize(
+    "manifest", ["[1]", "{", "\x00", '{"counters": 3, "score": "low", "created_at": true}']
+)
+def test_odd_checkpoints_do_not_keep_a_run_from_being_shown(folder: Path, manifest: str) -> None:
+    a_checkpoint(folder, "update-00000004", {})
+    (folder / "checkpoints" / "update-00000004" / "manifest.json").write_text(manifest)
+    (folder / "checkpoints" / ".unfinished-update-00000005").mkdir()
+    (folder / "checkpoints" / "update-00000006").mkdir()
+    a_checkpoint(folder, "update-last", {})
+    names = [each["name"] for each in run_summary(read_run(folder))["checkpoints"]]
+    assert names == (["update-00000004"] if "counters" in manifest else [])
+    assert "8 attempted" in rendered(folder)
+
+
+def test_resumptions_are_told(folder: Path) -> None:
+    changes = {"changed_settings": {"run.num_updates": [8, 12], "batch.drop": [False, None]}}
+    RunLog.resume(folder, a_resumption(6, **changes)).close("interrupted")
+    (folder / "end.json").unlink()
+    RunLog.resume(folder, a_resumption(5, changed_settings={})).close()
+    text = rendered(folder)
+    assert line_with(text, "resumed 2 times").startswith("resumed 2 times, last 20")
+    lines = [line.split()[1:] for line in text.splitlines() if line.startswith("20")]
+    assert lines == [
+        ["6", "2", "8", "x", "1", "x", "2", "done"],
+        ["5", "1", "8", "x", "1", "x", "2", "killed"],
+    ]
+    assert "after update 6: run.num_updates 8 -> 12, batch.drop no -> None" in text
+    data = run_summary(read_run(folder))
+    assert [each["abandoned_updates"] for each in data["resumptions"]] == [2, 1]
+
+
+def test_a_gap_in_the_updates_is_told(folder: Path) -> None:
+    lines = (folder / "records.jsonl").read_text().splitlines(keepends=True)
+    (folder / "records.jsonl").write_text("".join(lines[:2] + lines[3:]))
+    text = rendered(folder)
+    assert "The totals can't be trusted: record 3 is of update 4, where update 3 is due." in text
+    assert run_summary(read_run(folder))["disorder"] == "record 3 is of update 4, where update 3 is due"
+
+
+def test_many_evaluations_are_cut_and_said_to_be(tmp_path: Path, folder: Path) -> None:
+    with RunLog(tmp_path / "new", read_run(folder).header) as log:
+        for samples in range(20):
+            log.write_evaluation(an_evaluation(samples_consumed=samples))
+    text = rendered(tmp_path / "new")
+    assert "evaluations, the last 8 of 20" in text
+    assert len([line for line in text.splitlines() if line.startswith("held_out")]) == 8
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_nothing_is_wider_than_the_screen(folder: Path, width: int) -> None:
+    a_checkpoint(folder, "update-00000004", {"counters": {"updates_attempted": 10**9, "samples": 10**12}})
+    huge = {"samples": 10**6, "items": 10**9, "positions": 10**10, "loss_per_item": 1e300, "partial": True}
+    with (folder / "records.jsonl").open("a") as file:
+        for update in range(9, 100):
+            file.write(json.dumps(a_record(update, **huge).to_dict()) + "\n")
+    RunLog.resume(folder, a_resumption(98, samples=117 + 90 * 10**6)).close()
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(render_run(read_run(folder)))
+    text = console.export_text()
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    assert "…" not in text
+    assert line_with(text, "98 ").startswith("98 partial 1,000,000 1,000,000,000 1.000e+300 1.2500")
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_updates_are_shown_at_once(folder: Path) -> None:
+    """Under 2 s of one core on the machine that this was written on; three times that is an error."""
+    line = a_record(1, sample_digest="0123456789abcdef").to_dict()
+    with (folder / "records.jsonl").open("w") as file:
+        for update in range(1, 100_001):
+            line["updates_attempted"] = line["updates_applied"] = update
+            file.write(json.dumps(line) + "\n")
+    begin = time.process_time()
+    text = rendered(folder)
+    seconds = time.process_time() - begin
+    assert "100,000 attempted, 100,000 applied" in text
+    assert seconds < 6.0
 
 
 def test_show_imports_no_torch() -> None:

@@ -75,7 +75,8 @@ def loss_of(group: Sequence[UpdateRecord]) -> float | None:
     """``sum of losses / sum of items`` of the updates that have a loss; None where none has."""
     known = [(r.loss_per_item, r.items) for r in group if r.loss_per_item is not None]
     items = sum(n for _, n in known)
-    return sum(loss * n for loss, n in known) / items if items else None
+    # Divided first: a loss near the largest float is shown too.
+    return sum(loss * (n / items) for loss, n in known) if items else None
 
 
 def padding_of(group: Sequence[UpdateRecord]) -> float | None:
@@ -128,8 +129,8 @@ def two_curves(
     grid = [[" "] * columns for _ in range(height)]
     for points, mark in zip((first, second), MARKS, strict=False):
         for value, loss in points:
-            share = (high - loss) / (high - low) if high > low else 1.0
-            row, column = round(share * (height - 1)), column_of(value, end, columns)
+            row = round((1.0 - _share(loss, low, high)) * (height - 1))
+            column = column_of(value, end, columns)
             taken = grid[row][column]
             grid[row][column] = mark if taken in (" ", mark) else MARKS[2]
     labels = [_label(high), *[""] * (height - 2), _label(low)]
@@ -157,6 +158,11 @@ def _by_column(
     return [value_of(records[begin:end]) for begin, end in pairwise(bounds)]
 
 
+def _share(value: float, low: float, high: float) -> float:
+    """How far a value is from ``low`` to ``high``; in halves, so that their distance is a float."""
+    return (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.0
+
+
 def _label(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 1e5 else f"{value:.3e}"
 
@@ -165,6 +171,6 @@ def _bar(value: float | None, low: float, high: float, height: int, row: int) ->
     """One character: what a bar from ``low`` up to ``value`` fills of this row, 0 at the bottom."""
     if value is None:
         return " "
-    share = (value - low) / (high - low) if high > low else 0.0
+    share = _share(value, low, high)
     eighths = 1 + round(share * (8 * height - 1)) - 8 * row
     return " " if eighths <= 0 else BARS[min(eighths, 8) - 1]

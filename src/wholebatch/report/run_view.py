@@ -148,14 +148,14 @@ def totals_table(run: Run, facts: dict[str, Any]) -> Table:
 
 
 def recent_table(records: Sequence[UpdateRecord]) -> Table:
-    """Some updates, one a line."""
+    """Some updates, one a line; one that was applied to a smaller global batch is "partial"."""
     table = columns("update", "outcome|", "samples", "items", "loss per\nitem", "norm")
     for name in ("learning\nrate", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in records:
         table.add_row(
             f"{r.updates_attempted:,}",
-            OUTCOME_WORDS[r.outcome] + (", partial" if r.partial else ""),
+            "partial" if r.partial and r.outcome == "applied" else OUTCOME_WORDS[r.outcome],
             f"{r.samples:,}",
             f"{r.items:,}",
             number(r.loss_per_item),

@@ -244,6 +244,7 @@ def test_the_model_inside_compile_and_a_window_without_a_plan(tmp_path):
     assert found.same_layout
     assert found.facts.layout["global_batch_samples"] is None
     weights = torch.load(tmp_path / "update-00000000" / "model.pt", weights_only=True)
+    assert weights._metadata == model.state_dict()._metadata
     nn.Linear(2, 1).load_state_dict(weights)  # the plain file of weights that the docs promise
 
 
@@ -560,3 +561,61 @@ def test_nothing_kept_is_refused(keep_last):
 def test_a_score_that_can_not_be_compared_is_refused(tmp_path, score):
     with pytest.raises(UsageError, match=f"score={score!r} can't be compared"):
         Checkpoints(tmp_path).save(build().window, score=score)
+
+
+# Whatever torch brings ----------------------------------------------------------------------------------
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "OneCycleLR": lambda one: torch.optim.lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=20),
+    "CyclicLR": lambda one: torch.optim.lr_scheduler.CyclicLR(one, 0.01, 0.1, cycle_momentum=False),
+    "CosineAnnealingWarmRestarts": lambda one: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(one, 3),
+    "MultiStepLR": lambda one: torch.optim.lr_scheduler.MultiStepLR(one, [2, 3]),
+    "SequentialLR": lambda one: torch.optim.lr_scheduler.SequentialLR(
+        one,
+        [
+            torch.optim.lr_scheduler.LinearLR(one, 0.1, total_iters=2),
+            torch.optim.lr_scheduler.CosineAnnealingLR(one, 5),
+        ],
+        milestones=[2],
+    ),
+}
+OPTIMIZERS = [
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+]
+
+
+def window_of(optimizer_name: str, scheduler_name: str, seed: int) -> wb.UpdateWindow:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 3)
+    optimizer = getattr(torch.optim, optimizer_name)(model.parameters(), lr=0.05)
+    return wb.UpdateWindow(model, optimizer, scheduler=wb.per_update(SCHEDULERS[scheduler_name](optimizer)))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [(name, "MultiStepLR") for name in OPTIMIZERS] + [("AdamW", name) for name in SCHEDULERS],
+)
+def test_torchs_own_optimizers_and_schedulers_go_on_bit_for_bit(tmp_path, optimizer, scheduler):
+    def go(window: wb.UpdateWindow, num_updates: int) -> None:
+        for _ in range(num_updates):
+            rows = torch.sin(torch.arange(8.0) * (1 + window.counters.updates_attempted)).view(2, 4)
+            window.run([rows], lambda model, batch: ((model(batch) ** 2).sum(), 2))
+
+    whole = window_of(optimizer, scheduler, 0)
+    go(whole, 3)
+    Checkpoints(tmp_path).save(whole)
+    other = window_of(optimizer, scheduler, 1)
+    Checkpoints(tmp_path).load(other)
+    for window in (whole, other):
+        go(window, 3)
+    assert_same(other.model.state_dict(), whole.model.state_dict())
+    assert_same(other.finish.optimizers[0].state_dict(), whole.finish.optimizers[0].state_dict())

@@ -109,6 +109,26 @@ def test_each_call_to_the_disk_fails_in_turn(tmp_path, monkeypatch):
     assert_intact(where, run.state())
 
 
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Files, then the manifest, then the folder; then the name, and the folder that holds the name."""
+    order: list[str] = []
+    sync, rename = os.fsync, os.rename
+
+    def synced(handle: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        sync(handle)
+
+    def renamed(old: Path, new: Path) -> None:
+        order.append(f"rename to {Path(new).name}")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    Checkpoints(tmp_path / "run").save(build().window)
+    assert order.pop(4).startswith(".unfinished-")
+    assert order == [*FILES, "rename to update-00000000", "run"]
+
+
 def test_an_old_one_that_can_not_be_removed_is_a_warning(tmp_path, monkeypatch):
     run, checkpoints, _ = saved_once(tmp_path)
 

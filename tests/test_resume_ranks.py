@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ranks import run_ranks
 from test_resume import Run, assert_same, build, names
-from wholebatch.errors import CheckpointError, UsageError
+from wholebatch.errors import CheckpointError, StaleGradientsError, UsageError
 from wholebatch.resume import Checkpoints
 
 pytestmark = pytest.mark.slow
@@ -207,6 +207,26 @@ def test_what_does_not_fit_on_one_rank_is_loaded_on_none(tmp_path):
     first, second = run_ranks(load_into_another_model, 2, str(tmp_path))
     assert "optimizer 1 had groups of [6] parameters and has groups of [6, 0]" in second
     assert first == f"rank 1: {second}"
+
+
+def gradients_on_one_rank(rank: int, n: int, where: str) -> list[str]:
+    run = built(rank, n)
+    checkpoints = Checkpoints(where)
+    checkpoints.save(run.window)
+    if rank == 1:
+        run.model.module[0].weight.grad = torch.zeros(8, 5)
+    said = []
+    for call in (checkpoints.save, checkpoints.load):
+        with pytest.raises(StaleGradientsError) as raised:
+            call(run.window)
+        said.append(str(raised.value))
+    return said
+
+
+def test_gradients_on_one_rank_are_refused_on_all(tmp_path):
+    first, second = run_ranks(gradients_on_one_rank, 2, str(tmp_path))
+    assert all("1 of 6 parameters have a gradient" in words for words in second)
+    assert first == [f"rank 1: {words}" for words in second]
 
 
 def unexpected_failure(rank: int, n: int, where: str) -> None:

@@ -1,0 +1,237 @@
+"""Contestants side by side: the same updates in turn, measured, counted and compared.
+
+Every contestant does every update. Within each round they come in a random order, the same on all ranks,
+and what a round took is compared with what the first contestant took in the same round, so that a machine
+that is slow for a while is slow for all.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from statistics import median, quantiles
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from contestants import Contestant, hand
+from counting import UpdateCounter, UpdateCounts, peak_tensor_bytes
+from torch import Tensor
+from torch.optim import Optimizer
+from work import Work, batches_of, num_replicas
+
+Clock = Literal["wall", "cpu"]
+_CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+_WARM_ROUNDS = 3
+# Two loops that are both right may each lie the hand-written loop's distance from the exact numbers away,
+# in opposite directions, which is 2; another 2 because one such distance is one draw of many. The wrong
+# loops of the tests are at more than 1000.
+ROUNDING_MARGIN = 4.0
+MANY_MICRO_BATCHES, FEW_MICRO_BATCHES = 64, 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What came out for one contestant.
+
+    Args:
+        name: of the contestant.
+        ratios: its time over that of the first contestant, by round; on several ranks of the slowest.
+        typical_seconds: median of its own times. For the scale only: compare ratios.
+        gradient_difference: distance of what it stepped on in the first and the last update from what
+            the first contestant stepped on, relative to the length of that (Euclidean, after clipping).
+        gradient_rounding: the distance of the first contestant's from the same in float64.
+        parameter_difference: distance of its parameters at the end from the first contestant's, relative
+            to the distance that those have moved.
+        parameter_rounding: as ``gradient_rounding``.
+        counts: what one update did, by rank.
+    """
+
+    name: str
+    ratios: tuple[float, ...]
+    typical_seconds: float
+    gradient_difference: float
+    gradient_rounding: float
+    parameter_difference: float
+    parameter_rounding: float
+    counts: tuple[UpdateCounts, ...]
+
+    @property
+    def same_update(self) -> bool:
+        """Whether it differs from the first contestant by no more than rounding explains."""
+        return (
+            self.gradient_difference <= ROUNDING_MARGIN * self.gradient_rounding
+            and self.parameter_difference <= ROUNDING_MARGIN * self.parameter_rounding
+        )
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """Lower quartile, median and upper quartile of the ratios."""
+        if len(self.ratios) < 2:
+            return self.ratios[0], self.ratios[0], self.ratios[0]
+        low, _, high = quantiles(self.ratios, n=4, method="inclusive")
+        return low, median(self.ratios), high
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"same_update": self.same_update, "quartiles": self.quartiles}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryGrowth:
+    """Peak bytes of tensors in an update of few and of many micro-batches of the same size."""
+
+    name: str
+    few_bytes: int
+    many_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        return self.many_bytes / self.few_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ratio": self.ratio}
+
+
+class _Stopwatch:
+    def __init__(self, clock: Clock) -> None:
+        self._now = _CLOCKS[clock]
+
+    def __enter__(self) -> None:
+        self._started = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = self._now() - self._started
+
+
+class _Gradients:
+    """Takes down the gradients that an optimizer steps on, from each ``listen`` to its next step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._taken: list[Tensor] = []
+
+    def listen(self) -> None:
+        self._hook = self._optimizer.register_step_pre_hook(self._take)
+
+    def together(self) -> Tensor:
+        """All that were taken down, end to end."""
+        return torch.cat(self._taken).double()
+
+    def _take(self, optimizer: Optimizer, *_: object) -> None:
+        self._hook.remove()
+        # a fused optimizer may have been told to divide by a factor as it reads
+        factor = getattr(optimizer, "grad_scale", None)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        flat = torch.cat([p.grad.detach().flatten() for p in parameters if p.grad is not None])
+        self._taken.append(flat if factor is None else (flat.double() / factor.double()).to(flat.dtype))
+
+
+def race(
+    work: Work, contestants: Sequence[Contestant], *, rounds: int, seed: int = 0, clock: Clock = "wall"
+) -> list[Result]:
+    """Let every contestant do the same updates in turn.
+
+    Args:
+        work: what an update is.
+        contestants: the first is what the others are compared with. They are closed at the end.
+        rounds: updates of each that are timed.
+        seed: of the order within each round.
+        clock: ``"wall"``, or ``"cpu"`` for the processor time of this process, which other programs disturb
+            less and which leaves out waiting for other ranks.
+    """
+    order, twin = random.Random(seed), hand(work, "float64", torch.float64)
+    everybody = [*contestants, twin]
+    start, gradients = _parameters(twin), [_Gradients(one.optimizer) for one in everybody]
+    _everybody(work, everybody, gradients, update=0)
+    for update in range(1, _WARM_ROUNDS):
+        for one in everybody:
+            one.run(batches_of(work, update), nullcontext())
+    counts = []
+    for one in everybody:
+        counter = UpdateCounter(one.model, one.optimizer)
+        one.run(batches_of(work, _WARM_ROUNDS), counter)
+        counts.append(_from_all_ranks(counter.counts))
+    seconds: list[list[float]] = [[] for _ in contestants]
+    for update in range(_WARM_ROUNDS + 1, _WARM_ROUNDS + 1 + rounds):
+        batches = batches_of(work, update)
+        gc.collect()
+        for index in order.sample(range(len(contestants)), len(contestants)):
+            seconds[index].append(_timed(contestants[index], batches, clock))
+        twin.run(batches, nullcontext())
+    _everybody(work, everybody, gradients, update=_WARM_ROUNDS + 1 + rounds)
+    for one in contestants:
+        one.close()
+    moved = _parameters(twin) - start
+    first, exact = gradients[0].together(), gradients[-1].together()
+    first_end, exact_end = _parameters(contestants[0]), _parameters(twin)
+    return [
+        Result(
+            name=one.name,
+            ratios=tuple(a / b for a, b in zip(seconds[index], seconds[0], strict=True)),
+            typical_seconds=median(seconds[index]),
+            gradient_difference=_distance(gradients[index].together(), first, length=exact),
+            gradient_rounding=_distance(first, exact, length=exact),
+            parameter_difference=_distance(_parameters(one), first_end, length=moved),
+            parameter_rounding=_distance(first_end, exact_end, length=moved),
+            counts=tuple(counts[index]),
+        )
+        for index, one in enumerate(contestants)
+    ]
+
+
+def _everybody(
+    work: Work, everybody: Sequence[Contestant], gradients: Sequence[_Gradients], *, update: int
+) -> None:
+    """One update of each, of which the gradients are taken down."""
+    for one, taken in zip(everybody, gradients, strict=True):
+        taken.listen()
+        one.run(batches_of(work, update), nullcontext())
+
+
+def memory_growth(work: Work, contestant: Contestant) -> MemoryGrowth:
+    """Measure an update of few and one of many micro-batches, after one that makes optimizer state."""
+    few, many = (
+        batches_of(work, 0, micro_batches_per_window=number)
+        for number in (FEW_MICRO_BATCHES, MANY_MICRO_BATCHES)
+    )
+    contestant.run(few, nullcontext())
+
+    def peak(batches: list[dict[str, Tensor]]) -> int:
+        return peak_tensor_bytes(
+            contestant.model, contestant.optimizer, lambda: contestant.run(batches, nullcontext())
+        )
+
+    return MemoryGrowth(name=contestant.name, few_bytes=peak(few), many_bytes=peak(many))
+
+
+def _timed(contestant: Contestant, batches: list[dict[str, Tensor]], clock: Clock) -> float:
+    """Seconds of one update; on several ranks those of the slowest, which all started together."""
+    watch = _Stopwatch(clock)
+    if num_replicas() == 1:
+        contestant.run(batches, watch)
+        return watch.seconds
+    dist.barrier()
+    contestant.run(batches, watch)
+    slowest = torch.tensor(watch.seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _from_all_ranks(counts: UpdateCounts) -> list[UpdateCounts]:
+    if num_replicas() == 1:
+        return [counts]
+    found: list[Any] = [None] * num_replicas()
+    dist.all_gather_object(found, counts)
+    return found
+
+
+def _parameters(contestant: Contestant) -> Tensor:
+    return torch.cat([p.detach().flatten().double() for p in contestant.model.parameters()])
+
+
+def _distance(one: Tensor, other: Tensor, *, length: Tensor) -> float:
+    return float((one - other).norm() / length.norm())

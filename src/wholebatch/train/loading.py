@@ -11,6 +11,7 @@ import pickle
 import random
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,18 +190,20 @@ def _read_ahead(
     reader: _Reader, keys: Iterator[_Key], *, workers: int, ahead: int, seed: int
 ) -> Iterator[tuple[Batch | None, bool]]:
     """What `_Reader.batch` makes of each key, in their order, made by worker processes."""
-    loader = DataLoader(
-        reader,
-        batch_size=None,
-        sampler=keys,  # any iterable will do
-        num_workers=workers,
-        prefetch_factor=ahead,
-        collate_fn=_as_it_is,
-        worker_init_fn=_begin_worker,
-        # Else the seeds of the workers would be drawn from the global generator.
-        generator=torch.Generator().manual_seed(seed % 2**63),
-    )
-    with _signal_handlers_kept():
+    with _signal_handlers_kept(), warnings.catch_warnings():
+        # More workers than cores are the user's choice, and useful where they wait for a disk.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        loader = DataLoader(
+            reader,
+            batch_size=None,
+            sampler=keys,  # any iterable will do
+            num_workers=workers,
+            prefetch_factor=ahead,
+            collate_fn=_as_it_is,
+            worker_init_fn=_begin_worker,
+            # Else the seeds of the workers would be drawn from the global generator.
+            generator=torch.Generator().manual_seed(seed % 2**63),
+        )
         results = iter(loader)
     try:
         while True:
@@ -216,7 +219,9 @@ def _read_ahead(
 def _next(results: Any, workers: int) -> Any:
     try:
         return next(results)
-    except RuntimeError as error:
+    except (RuntimeError, OSError, EOFError) as error:
+        for process in results._workers:
+            process.join(0.1)  # one that was killed just now may not have an exit code yet
         ended = [
             f"{number} (process {process.pid}, {_end_of(process.exitcode)})"
             for number, process in enumerate(results._workers)

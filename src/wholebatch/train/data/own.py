@@ -79,6 +79,7 @@ def load_own(config: TrainConfig) -> JobData:
 
     Raises:
         UsageError: no such function, or it returns something else than it should.
+        SplitError: a micro-batch whose parts do not have samples in their first dimension.
         JudgeError: importing or calling it failed.
     """
     data = config.data
@@ -94,8 +95,7 @@ def load_own(config: TrainConfig) -> JobData:
         collate=parts.get("collate"), padding_id=parts.get("padding_id", 0), first=first
     )
     batch = guarded(lambda: collation([first], [0], 0), f"{data.source}: a micro-batch of sample 0 failed")
-    if num_samples(batch) != 1:
-        raise UsageError(f"data.source: a micro-batch of one sample holds {num_samples(batch)}")
+    num_samples(batch)  # refuses tensors whose first dimension is not that of the samples
     facts = {
         "name": data.source,
         "options": dict(data.options),

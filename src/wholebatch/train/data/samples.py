@@ -69,8 +69,11 @@ def read_rows(
     """
     iterator = iter(rows)
     while block := list(islice(iterator, _BLOCK_ROWS)):
-        texts = tokenizer.encode([row.text for row in block])
-        completions = tokenizer.encode([row.completion for row in block if row.form == "completion"])
+        texts = _encoded(block, lambda row: row.text, tokenizer)
+        # All rows have one form: none has a completion, or all have.
+        completions = _encoded(
+            [row for row in block if row.completion], lambda row: row.completion, tokenizer
+        )
         for number, (row, tokens) in enumerate(zip(block, texts, strict=True)):
             side = reading.held_out if is_held_out(row) else reading.train
             if row.form == "completion":
@@ -81,6 +84,21 @@ def read_rows(
                 longer = _add_whole(row, tokens, side, tokenizer, config)
             reading.rows += 1
             reading.longer_rows += longer
+
+
+def _encoded(
+    rows: Sequence[Row], text_of: Callable[[Row], str], tokenizer: Tokenizer
+) -> Sequence[Sequence[int]]:
+    """The tokens of a text of each row; where the tokenizer fails, the first row where it does is named."""
+    try:
+        return tokenizer.encode([text_of(row) for row in rows])
+    except Exception as error:  # a tokenizer's own errors are of no common class
+        for row in rows if len(rows) > 1 else ():
+            _encoded([row], text_of, tokenizer)
+        raise UsageError(
+            f"{rows[0].place}: the tokenizer {tokenizer.name} fails on this text ({error}); leave the row "
+            f"out, or take a tokenizer that knows every text"
+        ) from error
 
 
 def check_cap(tokenizer: Tokenizer, cap: int) -> None:

@@ -81,6 +81,8 @@ def folder_tokenizer(folder: str) -> Tokenizer:
     loaded = _load(folder)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
         # Not verbose: longer than the model's own cap is what data.too_long decides about.
         found = loaded(list(texts), add_special_tokens=False, verbose=False, return_attention_mask=False)
         ids: list[list[int]] = found["input_ids"]
@@ -89,7 +91,6 @@ def folder_tokenizer(folder: str) -> Tokenizer:
     begin, end = _marks(loaded, encode, folder)
     stop = end or (() if loaded.eos_token_id is None else (loaded.eos_token_id,))
     paddings = (loaded.pad_token_id, loaded.eos_token_id, 0)
-    special_ids = frozenset(loaded.all_special_ids)
     return Tokenizer(
         name=folder,
         encode=encode,
@@ -100,7 +101,7 @@ def folder_tokenizer(folder: str) -> Tokenizer:
         padding_id=next(token for token in paddings if token is not None),
         # Ids may have holes; the highest one counts.
         vocabulary=max(loaded.get_vocab().values()) + 1,
-        special_ids=special_ids,
+        special_ids=frozenset((*loaded.all_special_ids, *begin, *end, *stop)),
         masks_padding=True,
     )
 
@@ -136,8 +137,11 @@ def _marks(
     if not loaded("", verbose=False)["input_ids"]:
         return (), ()
     for probe in _probes(loaded):
-        (bare,) = encode([probe])
-        marked = loaded(probe, verbose=False)["input_ids"]
+        try:
+            (bare,) = encode([probe])
+            marked = loaded(probe, verbose=False)["input_ids"]
+        except Exception:  # a tokenizer may raise at a text that it has no token for
+            continue
         for place in range(len(marked) - len(bare) + 1) if bare else ():
             if marked[place : place + len(bare)] == bare:
                 return tuple(marked[:place]), tuple(marked[place + len(bare) :])

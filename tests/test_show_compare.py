@@ -230,6 +230,18 @@ def test_evaluations_beside_each_other(tmp_path: Path) -> None:
     assert [(p.first_at, p.second_at) for p in by_updates] == [(0, 0), (1, 1), (2, 2)]
 
 
+def test_an_evaluation_is_beside_one_other_the_nearest(tmp_path: Path) -> None:
+    records = [a_record(update, samples=1) for update in range(1, 201)]
+    near = [an_evaluation(samples_consumed=samples) for samples in (99, 101)]
+    first = a_run(tmp_path / "a", records, near)
+    second = a_run(tmp_path / "b", records, [an_evaluation(samples_consumed=n) for n in (98, 97, 150)])
+    pairs = compare_runs(first, second).evaluations
+    assert [(pair.first_at, pair.second_at) for pair in pairs] == [(99, 98), (101, 97)]
+    third = a_run(tmp_path / "c", records, near[:1])
+    pairs = compare_runs(first, third).evaluations
+    assert [(pair.first_at, pair.second_at) for pair in pairs] == [(99, 99)]
+
+
 def test_evaluations_of_other_splits_or_places_are_not_paired(tmp_path: Path) -> None:
     first = a_run(tmp_path / "a", None, [an_evaluation(samples_consumed=16)])
     second = a_run(tmp_path / "b", None, [an_evaluation(samples_consumed=16, split="other")])

@@ -183,7 +183,7 @@ def parsed_lines(
 
     Args:
         path: the file that they are of, for messages.
-        content: from the begin of a line.
+        content: from the start of a line.
         lines_before: lines of the file before them.
 
     Raises:

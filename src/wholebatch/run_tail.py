@@ -24,7 +24,7 @@ from wholebatch.run_reader import Run, T, broken_order, build, parsed_lines, rea
 class RunTail:
     """What a run has written so far.
 
-    A run that is gone on with replaces its files; then they are read again from their begin.
+    A run that is gone on with replaces its files; then they are read again from their start.
 
     Args:
         folder: of the run; it may still be empty.

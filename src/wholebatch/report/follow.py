@@ -117,7 +117,7 @@ def _print_lines(folder: Path, runs: Iterator[tuple[Run | None, float]], console
         if run is None and not told_to_wait:
             told_to_wait = True
             say(waiting(folder))
-        if run is not None and run is not before:
+        if run is not None:
             for line in news(before, run):
                 say(line)
             before = run

@@ -17,7 +17,7 @@ import torch
 
 from ranks import run_ranks
 from test_resume import assert_same, build, names
-from wholebatch.errors import CheckpointError
+from wholebatch.errors import CheckpointError, UsageError
 from wholebatch.resume import Checkpoints, folder
 
 # Every call through which a save reaches the disk.
@@ -72,6 +72,7 @@ def assert_intact(where: Path, state: dict[str, Any], *, which: Any = None) -> N
     assert_same(again.state(), state)
 
 
+@pytest.mark.slow
 def test_each_call_to_the_disk_fails_in_turn(tmp_path, monkeypatch):
     run, checkpoints, state = saved_once(tmp_path / "plain")
     shutil.copytree(tmp_path / "plain", tmp_path / "counted")
@@ -326,6 +327,21 @@ def test_a_planted_pickle_is_not_executed(copied, tmp_path, name):
     assert not mark.exists()
     torch.load(path, weights_only=False)
     assert mark.exists()  # it would have
+
+
+def test_counters_of_another_kind_are_refused_before_anything_is_loaded(copied):
+    path = copied / "update-00000002" / "rest.pt"
+    rest = torch.load(path, weights_only=True)
+    rest["window"]["counters"]["epochs"] = rest["window"]["counters"].pop("items")
+    torch.save(rest, path)
+    forge(path.parent, lambda _: None)
+    run = build(seed=8)
+    before = run.state()
+    with pytest.raises(
+        UsageError, match=r"its counters are \['epochs', .* and here \['items', .*Nothing was lo"
+    ):
+        Checkpoints(copied).load(run.window)
+    assert_same(run.state(), before)
 
 
 def test_a_file_that_torch_can_not_read_is_named(copied):

@@ -220,10 +220,13 @@ def gradients_on_one_rank(rank: int, n: int, where: str) -> list[str]:
         with pytest.raises(StaleGradientsError) as raised:
             call(run.window)
         said.append(str(raised.value))
+    run.model.module[0].weight.grad = None
+    with pytest.raises(UsageError, match="score=nan can't be compared"):
+        checkpoints.save(run.window, score=float("nan") if rank == 1 else 0.5)
     return said
 
 
-def test_gradients_on_one_rank_are_refused_on_all(tmp_path):
+def test_gradients_and_a_score_on_one_rank_are_refused_on_all(tmp_path):
     first, second = run_ranks(gradients_on_one_rank, 2, str(tmp_path))
     assert all("1 of 6 parameters have a gradient" in words for words in second)
     assert first == [f"rank 1: {words}" for words in second]

@@ -31,7 +31,15 @@ from wholebatch.errors import (
 from wholebatch.gradients import own_parameters
 from wholebatch.replay import RandomState
 from wholebatch.resume import folder as disk
-from wholebatch.resume.contents import TrainingParts, filled, put_back, refuse_misfit, take, targets_apart
+from wholebatch.resume.contents import (
+    Contents,
+    TrainingParts,
+    filled,
+    put_back,
+    refuse_misfit,
+    take,
+    targets_apart,
+)
 from wholebatch.resume.folder import CheckpointFacts, DamageError
 from wholebatch.resume.randomness import packed, restore
 from wholebatch.resume.sharded import facts_of_parts, need_safetensors, read_apart, write_apart
@@ -176,9 +184,7 @@ class Checkpoints:
             UsageError: a score that is not finite, or safetensors is needed and missing.
         """
         together = Together.of(parts.model, self._process_group)
-        if score is not None and not math.isfinite(score):
-            raise UsageError(f"score={score!r} can't be compared; give a finite number, or leave it out")
-        contents = together.all_or_none(lambda: _take_on_edge(parts))
+        contents = together.all_or_none(lambda: _take_on_edge(parts, score))
         states = together.gather(packed(RandomState.capture()))
         contents.files["rest.pt"]["random"] = states
         in_parts = any(together.gather(bool(contents.apart)))
@@ -322,7 +328,9 @@ def _layout_of(parts: TrainingParts, together: Together) -> dict[str, int | None
     return {**dict.fromkeys(_LAYOUT), **parts.layout, "ranks": together.ranks}
 
 
-def _take_on_edge(parts: TrainingParts) -> Any:
+def _take_on_edge(parts: TrainingParts, score: float | None) -> Contents:
+    if score is not None and not math.isfinite(score):
+        raise UsageError(f"score={score!r} can't be compared; give a finite number, or leave it out")
     _refuse_gradients(parts)
     return take(parts)
 

@@ -8,7 +8,7 @@ parts leave a placeholder behind and are written apart, by ``sharded.py``.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -270,27 +270,24 @@ def targets_apart(parts: TrainingParts, saved: Mapping[str, Any]) -> dict[str, T
 
     Exactness: holds no values yet.
     """
+    placeholders = _placeholders(saved)
+    if not placeholders:
+        return {}
     now = take(parts)
-    like = dict(now.apart)
-    for name, value in now.files["model.pt"].items():
-        if isinstance(value, Tensor):
-            like[f"model.pt.{name}"] = value
+    like = {f"model.pt.{name}": one for name, one in now.files["model.pt"].items()} | now.apart
     for index, optimizer in enumerate(parts.optimizers):
         ordered = [p for group in optimizer.param_groups for p in group["params"]]
         for number, state in saved["optimizers.pt"]["optimizers"][index]["state"]["state"].items():
             for key in state:
                 like[f"optimizers.pt.optimizers.{index}.state.state.{number}.{key}"] = ordered[number]
     found: dict[str, Tensor] = {}
-
-    def note(given: Mapping[str, Any]) -> None:
+    for given in placeholders:
         name, shape = given[APART], torch.Size(given["shape"])
         same = like.get(name)
-        if same is not None and same.shape == shape:
+        if isinstance(same, Tensor) and same.shape == shape:
             found[name] = torch.empty_like(same, dtype=given["dtype"], requires_grad=False)
         else:
             found[name] = torch.empty(shape, dtype=given["dtype"])
-
-    _each_placeholder(saved, note)
     return found
 
 
@@ -309,16 +306,13 @@ def filled(value: Any, apart: Mapping[str, Tensor]) -> Any:
     return value
 
 
-def _each_placeholder(value: Any, do: Callable[[Mapping[str, Any]], None]) -> None:
-    if isinstance(value, Mapping):
-        if APART in value:
-            do(value)
-        else:
-            for one in value.values():
-                _each_placeholder(one, do)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            _each_placeholder(one, do)
+def _placeholders(value: Any) -> list[Mapping[str, Any]]:
+    if isinstance(value, Mapping) and APART in value:
+        return [value]
+    inside = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    )
+    return [found for one in inside for found in _placeholders(one)]
 
 
 def put_back(parts: TrainingParts, saved: Mapping[str, Any]) -> None:

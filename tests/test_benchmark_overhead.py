@@ -164,14 +164,14 @@ def test_processor_time_does_not_see_sleep():
     assert result.typical_seconds < 0.2
 
 
-def result_of(*ratios):
+def result_of(*ratios, gradient_difference=4e-7, parameter_difference=3e-7):
     return races.Result(
         name="a",
         ratios=ratios,
         typical_seconds=1.0,
-        gradient_difference=4e-7,
+        gradient_difference=gradient_difference,
         gradient_rounding=1e-7,
-        parameter_difference=3e-7,
+        parameter_difference=parameter_difference,
         parameter_rounding=1e-7,
         counts=(),
     )
@@ -180,7 +180,13 @@ def result_of(*ratios):
 def test_quartiles_are_those_of_the_ratios():
     assert result_of(5.0, 1.0, 2.0, 4.0, 3.0).quartiles == (2.0, 3.0, 4.0)
     assert result_of(1.5).quartiles == (1.5, 1.5, 1.5)
+
+
+def test_both_differences_must_be_those_of_rounding():
     assert result_of(1.0).same_update
+    assert not result_of(1.0, gradient_difference=4.1e-7).same_update
+    assert not result_of(1.0, parameter_difference=4.1e-7).same_update
+    assert overhead._verdict(result_of(1.0, parameter_difference=2e-3)) == "NO (2e-03)"
 
 
 # What is counted ------------------------------------------------------------------------------------
@@ -197,6 +203,13 @@ def counts_of(work_on, model=None):
     return counter.counts
 
 
+def written_together(loss):
+    """A tensor that an operation writes without returning it."""
+    target = torch.zeros(())
+    torch._foreach_add_([target], [loss])
+    return target
+
+
 READS = {
     # what is read of a loss and a number of labels: reads of computed values, other reads
     "item": (lambda loss, _: loss.item(), 1, 0),
@@ -209,6 +222,7 @@ READS = {
     "divided": (lambda loss, labels: (loss / labels).item(), 1, 0),
     "labels": (lambda _, labels: labels.item(), 0, 1),
     "written": (lambda loss, _: torch.zeros(3).add_(loss).nonzero(), 1, 0),
+    "written together": (lambda loss, _: written_together(loss).tolist(), 1, 0),
     "nothing": (lambda loss, labels: loss + labels, 0, 0),
 }
 

@@ -70,7 +70,7 @@ def test_a_module_of_ones_own_is_a_state_dict(tmp_path):
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.pt"]
 
 
-def test_a_hugging_face_model_is_a_folder_with_its_tokenizer(llama, tmp_path):
+def test_a_hugging_face_model_is_a_folder_with_its_tokenizer(llama, tmp_path, capfd):
     from transformers import AutoModelForCausalLM
 
     tokenizer = tmp_path / "tokens"
@@ -79,6 +79,7 @@ def test_a_hugging_face_model_is_a_folder_with_its_tokenizer(llama, tmp_path):
     (tokenizer / "model.safetensors").write_text("not the tokenizer's")
     model = build(model={"source": str(llama)})
     export_model(model, tmp_path / "model", tokenizer=tokenizer)
+    assert capfd.readouterr() == ("", "")
     assert (tmp_path / "model" / "tokenizer.json").read_text() == '{"some": "tokens"}'
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
     batch = ragged()

@@ -13,12 +13,16 @@ import pytest
 import torch
 from torch import nn
 
+from ranks import run_ranks
 from tiny_models import job_data, ragged, save_folder, settings
 from wholebatch.errors import UnsupportedError, UsageError
+from wholebatch.plan import plan_batch
 from wholebatch.train.material import JobModel
 from wholebatch.train.models.choose import build_model
+from wholebatch.train.models.huggingface import set_dropout, set_dropout_layers
 from wholebatch.verify import verify_window
 from wholebatch.verify.verification import Verification
+from wholebatch.window import UpdateWindow
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +177,24 @@ def test_dropout_is_what_the_settings_say_everywhere(folders):
     assert found == (0.25, 0.25, 0.25)
 
 
+def test_dropouts_of_inner_configurations_and_of_whole_layers():
+    from transformers import BertConfig
+
+    shape = BertConfig()
+    shape.encoder_layerdrop = 0.5
+    shape.embd_pdrop = 0.5
+    shape.has_dropout = True
+    shape.inner = BertConfig()
+    named = ["hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"]
+    expected = {*named, "encoder_layerdrop", "embd_pdrop", *(f"inner.{name}" for name in named)}
+    assert set(set_dropout(shape, 0.25)) == expected
+    assert (shape.embd_pdrop, shape.encoder_layerdrop, shape.has_dropout) == (0.25, 0.0, True)
+    assert shape.inner.hidden_dropout_prob == 0.25
+    layers = nn.Sequential(nn.Dropout(0.5), nn.Linear(1, 1))
+    set_dropout_layers(layers, 0)
+    assert layers[0].p == 0.0
+
+
 def test_nothing_is_printed(folders, capfd):
     built(folders["bert"], "label")
     captured = capfd.readouterr()
@@ -223,6 +245,43 @@ def test_a_model_that_can_not_checkpoint_says_so(folders, monkeypatch):
         UnsupportedError, match=r"transformers has none for the GPT2LMHeadModel in .*gpt2; set it to false"
     ):
         built(folders["gpt2"], model={"activation_checkpointing": True})
+
+
+def _ddp_update(rank: int, ranks: int, folder: Path, lora: int) -> list[torch.Tensor]:
+    """The trainable parameters after one update of three samples, the last micro-batch empty on rank 1."""
+    kind = "masked_token"
+    torch.manual_seed(0)
+    model = built(folder, kind, lora={"rank": lora}, precision={"parameters": "float64"})
+    trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+    module = nn.parallel.DistributedDataParallel(model.module) if ranks > 1 else model.module
+    objective = job_data(kind).objective
+    window = UpdateWindow(
+        module,
+        torch.optim.SGD(trained, lr=0.1),
+        objective,
+        plan=plan_batch(global_batch_samples=4, micro_batch_samples=1, ranks=ranks, tail="partial"),
+    )
+    lengths = [5, 9, 2]
+    whole = ragged(kind, lengths)
+    batches = []
+    for i in range(4):
+        sample = {name: value[i : i + 1] for name, value in whole.items()}
+        tokens = 0 if i == 3 else lengths[i]
+        batches.append({name: value[:, :tokens] for name, value in sample.items()})
+    record = window.run(
+        batches[rank::ranks], lambda module, batch: objective(model.forward(module, batch), batch)
+    )
+    assert (record.outcome, record.samples) == ("applied", 3)
+    return [parameter.detach() for parameter in trained]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, 2])
+def test_two_ranks_with_an_empty_micro_batch_make_the_update_of_one(folders, lora):
+    one, two = (run_ranks(_ddp_update, ranks, folders["bert"], lora) for ranks in (1, 2))
+    for alone, first, second in zip(one[0], *two, strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, alone, rtol=0, atol=1e-14)
 
 
 # What is refused

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import nn
 
 from wholebatch.errors import RecordError
 from wholebatch.train.material import JobModel
+from wholebatch.train.models.extras import is_transformers_model
 from wholebatch.train.models.gpt import GPT
-from wholebatch.train.models.huggingface import TOKENIZER_FILES
+from wholebatch.train.models.huggingface import TOKENIZER_FILES, quiet
 
 
 def export_model(job_model: JobModel, folder: str | Path, *, tokenizer: str | Path | None = None) -> Path:
@@ -61,9 +63,10 @@ def _write(job_model: JobModel, part: Path) -> None:
     module: Any = job_model.module
     adapted = "lora" in job_model.facts
     base: Any = module.get_base_model() if adapted else module
-    if hasattr(base, "save_pretrained"):
-        # peft would ask a server about the base's embedding unless told not to save it.
-        module.save_pretrained(part, **({"save_embedding_layers": False} if adapted else {}))
+    if is_transformers_model(base):
+        with quiet(sys.modules["transformers"]):
+            # peft would ask a server about the base's embedding unless told not to save it.
+            module.save_pretrained(part, **({"save_embedding_layers": False} if adapted else {}))
         return
     torch.save(_merged(base) if adapted else _on_host(base), part / "model.pt")
     if isinstance(base, GPT):

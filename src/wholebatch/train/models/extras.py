@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from wholebatch.errors import UsageError
@@ -28,3 +29,9 @@ def needed(package: str, *, extra: str, key: str) -> Any:
             f"{key} needs the package {package}, which is not installed; "
             f"run: pip install 'wholebatch[{extra}]'"
         ) from error
+
+
+def is_transformers_model(module: Any) -> bool:
+    """Whether a module is one of transformers, which is not imported to find out."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)

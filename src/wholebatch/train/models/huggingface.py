@@ -91,7 +91,7 @@ def load_folder(config: TrainConfig, data: JobData, dtype: torch.dtype) -> JobMo
     """
     transformers = needed("transformers", extra="hf", key=f"model.source {config.model.source!r}")
     folder, kind = Path(config.model.source).expanduser(), config.objective.kind
-    with _quiet(transformers), _told(folder, kind):
+    with quiet(transformers), _told(folder, kind):
         shape = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         set_dropout(shape, config.model.dropout)
         shape.use_cache = False
@@ -111,7 +111,7 @@ def load_folder(config: TrainConfig, data: JobData, dtype: torch.dtype) -> JobMo
                 output_loading_info=True,
             )
             new = sorted(info["missing_keys"])
-    _set_dropout_layers(module, config.model.dropout)
+    set_dropout_layers(module, config.model.dropout)
     _check_fit(module, folder, config, data)
     if kind == "next_token":
         _check_causal(module, folder)
@@ -165,7 +165,7 @@ def set_dropout(shape: Any, dropout: float) -> list[str]:
     return found
 
 
-def _set_dropout_layers(module: nn.Module, dropout: float) -> None:
+def set_dropout_layers(module: nn.Module, dropout: float) -> None:
     """Those too that a model makes with a number of its own."""
     for layer in module.modules():
         if isinstance(layer, nn.Dropout):
@@ -267,8 +267,8 @@ def _check_causal(module: Any, folder: Path) -> None:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """No progress bars and no notes on standard error; what they say is in the facts."""
+def quiet(transformers: Any) -> Iterator[None]:
+    """No progress bars and no notes of transformers on standard error; what they say is in the facts."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

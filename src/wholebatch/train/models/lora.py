@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from wholebatch.errors import UsageError
-from wholebatch.train.models.extras import needed
+from wholebatch.train.models.extras import is_transformers_model, needed
 from wholebatch.train.settings import LoraConfig
 
 _TASKS = {"next_token": "CAUSAL_LM", "label": "SEQ_CLS"}
@@ -39,7 +39,6 @@ def add_adapters(
         base is, without dropout.
     """
     peft = needed("peft", extra="lora", key=f"lora.rank = {settings.rank}")
-    is_transformers = hasattr(module, "get_output_embeddings")
     targets = target_layers(module, settings.target_modules)
     trained = _owners(module, facts.get("new_parameters", []))
     layers = dict(module.named_modules())
@@ -50,7 +49,7 @@ def add_adapters(
         target_modules=[name for name in targets if name not in trained],
         modules_to_save=trained or None,
         fan_in_fan_out=all(_is_transposed(layers[name]) for name in targets),
-        task_type=_TASKS.get(objective) if is_transformers else None,
+        task_type=_TASKS.get(objective) if is_transformers_model(module) else None,
     )
     with warnings.catch_warnings():
         # peft 0.21 asks transformers 5 by an old name.
@@ -98,7 +97,7 @@ def target_layers(module: nn.Module, wanted: list[str]) -> list[str]:
 
 def _head(module: Any, linear: list[str]) -> str | None:
     """The layer that makes the logits: what transformers calls so, else the last."""
-    output = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    output = module.get_output_embeddings() if is_transformers_model(module) else None
     for name, layer in module.named_modules():
         if output is not None and layer is output:
             return str(name)

@@ -246,7 +246,9 @@ def _other_plan(against: str, made: BatchPlan) -> BatchPlan:
 TRAIN_EPILOG = """\b
 Examples:
   wholebatch train
-  wholebatch train my_run.toml --updates 100 --run-dir runs/short
+  wholebatch train my_run.toml --set batch.micro_batch_samples=2 --set run.folder=runs/first
+  wholebatch train --print-config > my_run.toml
+  wholebatch train --resume runs/first
   torchrun --nproc-per-node 2 -m wholebatch train
 """
 
@@ -257,17 +259,28 @@ def train(
         Path | None,
         typer.Argument(metavar="[CONFIG.toml]", help="Settings; the embedded default if not given."),
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Folder for the run's header and records.")] = None,
-    updates: Annotated[
-        int | None,
-        typer.Option(help="Length of the run in updates; the learning-rate schedule ends there."),
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; may be repeated."),
     ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with a run, or from a checkpoint in it.")
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Write the settings, each with its meaning, and end.")
+    ] = False,
     json_target: JsonTarget = None,
 ) -> int:
-    """Train a small GPT; prove first that its update is right."""
+    """Train a model; prove first that its update is right."""
     from wholebatch.train.command import train as run
 
-    return run(config, run_dir=run_dir, updates=updates, json_target=json_target)
+    return run(
+        config,
+        changes=changes or (),
+        resume=resume,
+        print_config=print_config,
+        json_target=json_target,
+    )
 
 
 VERIFY_EPILOG = """\b

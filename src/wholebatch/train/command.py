@@ -5,29 +5,33 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from wholebatch.errors import UsageError
 from wholebatch.report.output import OutputConsole, text_stream, write_json
 from wholebatch.report.summary import SCHEMA_VERSION, run_summary
 from wholebatch.run_reader import read_run
-from wholebatch.train.config import load_config
+from wholebatch.train.config import config_text, load_config
 from wholebatch.train.display import choose_display
+from wholebatch.train.resuming import earlier_of_restart, find_earlier, settings_of
 
 
 def train(
     config: Path | None = None,
     *,
-    run_dir: Path | None = None,
-    updates: int | None = None,
+    changes: Sequence[str] = (),
+    resume: Path | None = None,
+    print_config: bool = False,
     json_target: str | None = None,
 ) -> int:
     """Run the training job as settings and command line say.
 
     Args:
         config: a TOML file; None for the embedded default.
-        run_dir: folder for the header and the records; wins over the settings.
-        updates: length of the run and of its learning-rate schedule, in updates to attempt; wins
-            over the settings.
+        changes: ``section.key=value`` each; they win over the file.
+        resume: a run, or a checkpoint in one, to go on with.
+        print_config: write the settings, with what each means, and do nothing else.
         json_target: a file or "-" for the summary of the run as JSON; None for none.
 
     Returns:
@@ -35,26 +39,40 @@ def train(
 
     Raises:
         UsageError: settings that do not exist or do not fit; a run folder that holds a run.
+        CheckpointError: the run can't be saved, or its checkpoint is damaged.
         JudgeError: the first batch could not be judged, or too many updates in a row were skipped.
         OutputClosedError: nobody reads the output any more.
     """
-    folder = None if run_dir is None else str(run_dir)
-    settings = load_config(config, folder=folder, num_updates=updates)
+    earlier = None
+    if resume is None:
+        settings = load_config(config, changes)
+    elif config is not None:
+        raise UsageError(
+            f"{config} and --resume {resume} both bring settings; a run goes on with its own, and --set "
+            f"changes them"
+        )
+    else:
+        earlier = find_earlier(resume)
+        settings = settings_of(earlier, changes)
+    if print_config:
+        print(config_text(settings), end="")
+        return 0
+    earlier = earlier or earlier_of_restart(settings)
     yield_idle_cores()
     from wholebatch.train.job import run_job
-    from wholebatch.train.parts import build_job
+    from wholebatch.train.parts import build_job, check_settings
     from wholebatch.train.world import join_world
 
     with join_world() as world:
         # The other ranks do all that the leading one does, and show it to nobody.
         console = OutputConsole(file=text_stream(json_target) if world.leads else io.StringIO())
-        job = build_job(settings, world)
+        job = build_job(settings, world, check_settings(settings, world.ranks))
         display = choose_display(
             console,
             num_updates=settings.run.num_updates,
             print_every_updates=settings.run.print_every_updates,
         )
-        result = run_job(job, display, command=["wholebatch", *sys.argv[1:]])
+        result = run_job(job, display, command=["wholebatch", *sys.argv[1:]], earlier=earlier)
         if world.leads:
             _write_summary(result.folder, result.exit_code, json_target)
         return result.exit_code

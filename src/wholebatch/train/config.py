@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from wholebatch.errors import UsageError
 from wholebatch.layout import LARGEST_NUMBER
-from wholebatch.train.settings import TrainConfig
+from wholebatch.train.settings import WARMUP_UPDATES, ScheduleConfig, TrainConfig
 
 Tables = dict[str, Any]
 
@@ -149,6 +149,8 @@ def _key(key: str) -> str:
 
 def _section(kind: Any, table: Tables, name: str, source: str) -> Any:
     types = get_type_hints(kind)
+    if kind is ScheduleConfig and not any(key.startswith(("warmup_", "decay_end_")) for key in table):
+        table = {"warmup_updates": WARMUP_UPDATES, **table}  # in one unit with nothing else
     _refuse_unknown(table, types, source, f"key in [{name}]")
     values = {key: _typed(value, types[key], f"{source}: {name}.{key}") for key, value in table.items()}
     return kind(**values)

@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ def windows(
     start: int,
     workers: int,
     seed: int,
-) -> Iterator[list[Batch]]:
+) -> Generator[list[Batch]]:
     """One replica's micro-batches, one global batch after the other, without end.
 
     Close it when the run ends (``contextlib.closing``), so that its workers end too.

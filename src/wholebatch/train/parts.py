@@ -1,65 +1,86 @@
-"""What the settings determine: text, plan, order, model, optimizer, schedule and window."""
+"""Everything that the settings determine, built and not yet run."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch import nn
 
-from wholebatch.finish import per_update
-from wholebatch.losses import next_token_loss
-from wholebatch.objective import LossSum, SummedLoss
+from wholebatch.epochs import samples_after
+from wholebatch.objective import LossSum
 from wholebatch.order import SampleOrder
 from wholebatch.plan import BatchPlan, plan_batch
-from wholebatch.train.config import OptimizerConfig, TrainConfig
-from wholebatch.train.data import VOCABULARY, TextData, collate, load_text
-from wholebatch.train.model import GPT, GPTShape, decayed_apart
+from wholebatch.train.data import load_data
+from wholebatch.train.material import Batch, JobData, JobModel, on_device
+from wholebatch.train.models.choose import build_model, check_model_settings
+from wholebatch.train.optimize import make_optimizer, optimizer_class, parameter_groups
+from wholebatch.train.precision import autocast, check_precision, make_scaler
+from wholebatch.train.schedule import make_schedule, schedule_unit
+from wholebatch.train.settings import TrainConfig
 from wholebatch.train.world import World
 from wholebatch.window import UpdateWindow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Everything that the settings determine, built and not yet run."""
+    """The samples, the model, and the plan by which one trains on the other."""
 
     config: TrainConfig
     world: World
-    data: TextData
+    data: JobData
     plan: BatchPlan
     order: SampleOrder
-    model: GPT
-    objective: SummedLoss
+    model: JobModel
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
-        """The summed loss of a micro-batch and its items; nothing here divides.
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum | Mapping[str, LossSum]:
+        """The summed loss of a micro-batch and its items, by term if there are several; not divided.
 
-        The batch waits on the host until its turn: its input moves to the rank's device here, its
-        labels in the objective, and its sample ids never.
+        The batch waits on the host until its turn. Autocast is around the forward alone: the loss is
+        summed in float32.
         """
-        input_ids = batch["input_ids"].to(self.world.device, non_blocking=True)
-        return self.objective(model(input_ids), batch)
+        batch = on_device(batch, self.world.device)
+        with autocast(self.config.precision, self.world.device):
+            output = self.model.forward(model, batch)
+        return self.data.objective(output, batch)
+
+    @property
+    def samples_of_run(self) -> int:
+        """Samples that all updates of the run consume."""
+        return samples_after(self.plan, self.config.run.num_updates, dataset_samples=self.order.num_samples)
 
 
-def build_job(config: TrainConfig, world: World) -> Job:
-    """Read the text, plan the global batch over the ranks there are, and build the model.
+def check_settings(config: TrainConfig, ranks: int) -> BatchPlan:
+    """Refuse what needs no data to be refused, and plan the global batch over the ranks there are.
 
     Raises:
         PlanError: the global batch does not divide over micro-batches and ranks.
+        UsageError: settings that contradict each other, or name something that there is not.
     """
-    data = load_text(
-        max_tokens_per_sample=config.data.max_tokens_per_sample,
-        held_out_one_in=config.data.held_out_one_in,
-    )
     plan = plan_batch(
         global_batch_samples=config.batch.global_batch_samples,
         micro_batch_samples=config.batch.micro_batch_samples,
-        ranks=world.ranks,
+        ranks=ranks,
         tail=config.batch.tail,
     )
+    check_precision(config.precision)
+    schedule_unit(config.schedule)
+    optimizer_class(config.optimizer.name)
+    check_model_settings(config)
+    return plan
+
+
+def build_job(config: TrainConfig, world: World, plan: BatchPlan) -> Job:
+    """Read the samples and build the model.
+
+    Args:
+        config: all settings.
+        world: the ranks of the job.
+        plan: what ``check_settings`` made of them.
+    """
+    data = load_data(config)
     order = SampleOrder(
         num_samples=len(data.train),
         global_batch_samples=plan.global_batch_samples,
@@ -67,77 +88,40 @@ def build_job(config: TrainConfig, world: World) -> Job:
         tail=config.batch.tail,
     )
     torch.manual_seed(config.run.seed)
-    shape = GPTShape(
-        vocabulary=VOCABULARY,
-        max_tokens=config.data.max_tokens_per_sample,
-        layers=config.model.layers,
-        width=config.model.width,
-        heads=config.model.heads,
-        dropout=config.model.dropout,
-    )
-    model = GPT(shape).to(dtype=getattr(torch, config.model.dtype), device=world.device)
+    model = build_model(config, data=data, device=world.device)
     # One seed gives every rank the same parameters; dropout must differ between ranks.
     torch.manual_seed(config.run.seed + 1 + world.rank)
-    return Job(
-        config=config,
-        world=world,
-        data=data,
-        plan=plan,
-        order=order,
-        model=model,
-        objective=next_token_loss(),
-    )
-
-
-def micro_batches(job: Job, position: int) -> list[dict[str, Tensor]]:
-    """This rank's micro-batches of the update that begins at a position, in samples; on the host."""
-    ids_of_each = job.order.window(
-        position,
-        micro_batch_samples=job.plan.micro_batch_samples,
-        replicas=job.plan.replicas,
-        replica=job.world.rank,
-    )
-    return [collate(job.data.train, ids) for ids in ids_of_each]
+    return Job(config=config, world=world, data=data, plan=plan, order=order, model=model)
 
 
 def make_window(job: Job) -> UpdateWindow:
-    """The window over the job's model, with its optimizer, clipping and schedule."""
-    settings = job.config.optimizer
-    model = job.world.parallel(job.model)
-    optimizer = make_optimizer(decayed_apart(job.model, settings.weight_decay), settings)
-    schedule = LambdaLR(optimizer, lambda update: learning_rate_share(update, job.config))
+    """The window over the job's model, with its optimizer, clipping, schedule and loss scaler."""
+    config = job.config
+    optimizer = make_optimizer(parameter_groups(job.model.module, config.optimizer), config.optimizer)
+    items = job.data.facts.get("train_items")
     return UpdateWindow(
-        model,
+        job.world.parallel(job.model.module),
         optimizer,
-        job.objective,
+        job.data.objective,
         plan=job.plan,
-        clip_grad_norm=settings.clip_grad_norm or None,
-        scheduler=per_update(schedule),
+        clip_grad_norm=config.optimizer.clip_grad_norm or None,
+        scheduler=make_schedule(
+            optimizer,
+            config,
+            samples_of_run=job.samples_of_run,
+            items_per_update=items / job.order.updates_per_epoch if items else 1.0,
+        ),
+        scaler=make_scaler(config.precision, job.world.device),
     )
 
 
-def make_optimizer(parameters: Any, settings: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW over parameters or parameter groups."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
-
-
-def learning_rate_share(update: int, config: TrainConfig) -> float:
-    """The share of the highest learning rate for an update, counted from 0.
-
-    Up along a line over the warm-up, then down along half a cosine to the final share, which the
-    last update has.
-    """
-    warmup, last = config.optimizer.warmup_updates, config.run.num_updates - 1
-    if update < warmup:
-        return (update + 1) / (warmup + 1)
-    if last <= warmup:
-        return 1.0
-    done = min(1.0, (update - warmup) / (last - warmup))
-    final = config.optimizer.final_learning_rate_share
-    return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
+def data_identity(job: Job) -> dict[str, Any]:
+    """What must be the same for a run to go on with the same global batches."""
+    facts = job.data.facts
+    return {
+        "train_samples": len(job.data.train),
+        "train_items": facts.get("train_items"),
+        "seed": job.config.run.seed,
+        "tail": job.config.batch.tail,
+        "global_batch_samples": job.plan.global_batch_samples,
+    }

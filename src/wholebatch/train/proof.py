@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from wholebatch.train.data import collate
-from wholebatch.train.parts import Job, make_optimizer
+from wholebatch.train.material import Batch
+from wholebatch.train.optimize import make_optimizer
+from wholebatch.train.parts import Job
 from wholebatch.verify import verify_window
 from wholebatch.verify.verification import Verification
 
@@ -16,31 +15,41 @@ def prove_first_batch(job: Job) -> Verification:
     """Compare the accumulated update of the first global batch with the big batch's.
 
     It judges the job's own model, objective, optimizer, clipping and padding, in the micro-batches
-    that training will use, and leaves the model as it was.
+    that training will use, and leaves the model as it was. Of a large global batch the first
+    ``proof.max_samples`` are taken, in at least two micro-batches.
 
     Raises:
         JudgeError: no verdict could be reached.
 
     Exactness: equal means exact in real arithmetic; how near, is measured in float64.
     """
-    ids = job.order.global_batch(0)
-    m = job.plan.micro_batch_samples
-    sizes = [len(ids[start : start + m]) for start in range(0, len(ids), m)]
     settings = job.config.optimizer
+    ids = proved_samples(job)
+    m = _micro_batch_samples(job)
 
-    def collated(samples: list[Tensor]) -> dict[str, Tensor]:
-        return collate(samples, range(len(samples)))
+    def collated(samples: list[tuple[int, Any]]) -> Batch:
+        return job.data.collate([one for _, one in samples], [number for number, _ in samples], 0)
 
     return verify_window(
-        job.model,
+        job.model.module,
         job.loss,
-        [job.data.train[i] for i in ids],
-        splits=[sizes],
-        make_optimizer=lambda parameters: make_optimizer(parameters, settings),
+        [(number, job.data.train[number]) for number in ids],
+        splits=[[len(ids[start : start + m]) for start in range(0, len(ids), m)]],
+        make_optimizer=lambda parameters: make_optimizer(list(parameters), settings),
         clip_grad_norm=settings.clip_grad_norm or None,
-        objective=job.objective,
+        objective=job.data.objective,
         collate=collated,
     )
+
+
+def proved_samples(job: Job) -> list[int]:
+    """The samples of the first global batch that the proof takes."""
+    return job.order.global_batch(0)[: job.config.proof.max_samples]
+
+
+def _micro_batch_samples(job: Job) -> int:
+    """The plan's, or half of the samples that are compared, so that there is something to accumulate."""
+    return max(1, min(job.plan.micro_batch_samples, len(proved_samples(job)) // 2))
 
 
 def proof_words(proof: Verification, job: Job) -> str:
@@ -49,13 +58,16 @@ def proof_words(proof: Verification, job: Job) -> str:
     where = "" if worst is None else f" Worst: {worst.parameter} ({worst.quantity}),"
     if worst is not None:
         where += f" error {worst.error:.2e}, bound {worst.bound:.2e}."
+    taken, whole = len(proved_samples(job)), len(job.order.global_batch(0))
+    which = "First global batch" if taken == whole else f"First {taken} samples of the first global batch"
     if proof.equal:
-        pieces = job.plan.micro_batches_per_update
-        return f"First global batch: {pieces} micro-batches make the update of the big batch.{where}"
-    return f"First global batch: NOT the update of the big batch ({proof.cause}).{where} {proof.advice}"
+        pieces = -(-taken // _micro_batch_samples(job))
+        return f"{which}: {pieces} micro-batches make the update of the big batch.{where}"
+    return f"{which}: NOT the update of the big batch ({proof.cause}).{where} {proof.advice}"
 
 
 def proof_facts(proof: Verification | None) -> dict[str, Any] | None:
+    """The verdict, for the header of the run."""
     if proof is None:
         return None
     worst = proof.worst

@@ -10,6 +10,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# The warm-up of a schedule that gives no length in any unit.
+WARMUP_UPDATES = 20
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
@@ -169,7 +172,8 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate over the run. Give its lengths in one unit: updates, samples or items.
 
-    A length of 0 is not given. Two lengths in different units are refused.
+    A length of 0 is not given. Two lengths in different units are refused. Where no length is given at
+    all, the warm-up has 20 updates.
 
     Args:
         warmup_updates: applied updates until the highest rate is reached, along a line; 0 for none.
@@ -261,7 +265,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(warmup_updates=WARMUP_UPDATES))
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     average: AverageConfig = field(default_factory=AverageConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.errors import RecordError
+from wholebatch.errors import JudgeError, RecordError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +38,15 @@ class World:
     def total(self, values: Sequence[float]) -> list[float]:
         """``sum over ranks`` of each value, in float64 on the host; the same on every rank.
 
+        Raises:
+            JudgeError: another rank is gone.
+
         Exactness: exact for whole numbers below 2^53; else rounded once for every rank.
         """
         sums = torch.tensor(list(values), dtype=torch.float64)
         if self.ranks > 1:
-            dist.all_reduce(sums)
+            with _told_when_lost():
+                dist.all_reduce(sums)
         return sums.tolist()
 
     def any(self, flag: bool) -> bool:
@@ -53,11 +57,13 @@ class World:
         """End on every rank when the leading one can't write, so that no other waits for it.
 
         Raises:
+            JudgeError: another rank is gone.
             RecordError: with the words of the leading rank.
         """
         words: list[Any] = [refusal]
         if self.ranks > 1:
-            dist.broadcast_object_list(words, src=0)
+            with _told_when_lost():
+                dist.broadcast_object_list(words, src=0)
         if words[0] is not None:
             raise RecordError(words[0])
 
@@ -90,6 +96,17 @@ def join_world() -> Iterator[World]:
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(found_threads)
+
+
+@contextmanager
+def _told_when_lost() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise JudgeError(
+            f"contact with another rank was lost between two updates: it ended, or did not answer within "
+            f"the process group's timeout ({error})"
+        ) from error
 
 
 def threads_per_rank(ranks_on_this_machine: int) -> int:

@@ -126,7 +126,7 @@ def _add_text(
         _may_be_longer(row, len(content) + len(tokenizer.begin), config, may_cut=True)
     last = room if longer and config.data.too_long == "truncate" else len(content)
     for start in range(0, last, room):
-        side.samples.add(tokenizer.begin, content[start : min(start + room, last)])
+        side.samples.add(tokenizer.begin, content[start : start + room])
     return longer
 
 

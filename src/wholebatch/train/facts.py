@@ -1,0 +1,113 @@
+"""A job in words for the terminal, and in facts for the header of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wholebatch.epochs import EpochLedger
+from wholebatch.record import Resumption, RunHeader
+from wholebatch.report.ledger import plan_findings, plan_text
+from wholebatch.report.words import number_of
+from wholebatch.train.parts import Job
+from wholebatch.train.proof import proof_facts
+from wholebatch.verify.verification import Verification
+
+
+def describe(job: Job) -> str:
+    """What will be trained, in the words of the ledger."""
+    data, model, run = job.data.facts, job.model.facts, job.config.run
+    epoch = EpochLedger(plan=job.plan, dataset_samples=len(job.data.train))
+    frozen = model["parameters"] - model["trainable_parameters"]
+    return (
+        f"{plan_text(job.plan, ragged=True)}\n"
+        f"Data: {len(job.data.train):,} samples{_items(data, 'train_items')} to train on, "
+        f"{len(job.data.held_out):,}{_items(data, 'held_out_items')} held out.\n"
+        f"Model: {model['name']} of {model['parameters']:,} parameters"
+        f"{f', {frozen:,} of them frozen,' if frozen else ''} in {precision(job)}.\n"
+        f"Run: {number_of(run.num_updates, 'update')}, {job.samples_of_run:,} samples; an epoch has "
+        f"{number_of(job.order.updates_per_epoch, 'update')}."
+        + "".join(
+            # The one finding about the data that is true of runs shorter than an epoch too.
+            f"\nNote: {finding['message']}."
+            for finding in plan_findings(job.plan, epochs=epoch)
+            if finding["kind"] == "no_full_global_batch"
+        )
+    )
+
+
+def _items(facts: Mapping[str, Any], key: str) -> str:
+    return f" with {facts[key]:,} items" if facts.get(key) is not None else ""
+
+
+def precision(job: Job) -> str:
+    """What is computed in which precision, in words."""
+    settings = job.config.precision
+    forward = f", forward in {settings.autocast} autocast" if settings.autocast != "off" else ""
+    return f"{settings.parameters}{forward}"
+
+
+def layout(job: Job) -> dict[str, int]:
+    """The ranks of the job and how they share the model."""
+    found = job.plan.layout
+    return {
+        "ranks": found.ranks,
+        "tensor_parallel": found.tensor_parallel,
+        "pipeline_parallel": found.pipeline_parallel,
+        "context_parallel": found.context_parallel,
+    }
+
+
+def header(job: Job, proof: Verification | None, command: Sequence[str]) -> RunHeader:
+    """What is the same for every update of a new run."""
+    plan, config = job.plan, job.config
+    return RunHeader(
+        global_batch_samples=plan.global_batch_samples,
+        micro_batch_samples=plan.micro_batch_samples,
+        micro_batches_per_window=plan.micro_batches_per_window,
+        replicas=plan.replicas,
+        layout=layout(job),
+        tail=plan.tail,
+        precision=f"{precision(job)}, on {job.world.device.type}",
+        normalisation="sum over items / N, the items of the global batch",
+        seeds={"run": config.run.seed},
+        command=list(command),
+        dataset=job.data.facts,
+        model=job.model.facts,
+        settings=config.to_dict(),
+        proof=proof_facts(proof),
+    )
+
+
+def resumption(
+    job: Job, before: Mapping[str, Any], command: Sequence[str], *, updates_attempted: int, samples: int
+) -> Resumption:
+    """What is other from here on in a run that is gone on with.
+
+    Args:
+        job: as it is now.
+        before: the settings that the run had.
+        command: the words of the command line.
+        updates_attempted: of the run at the checkpoint.
+        samples: consumed by then.
+    """
+    plan, then, now = job.plan, _flat(before), _flat(job.config.to_dict())
+    return Resumption(
+        updates_attempted=updates_attempted,
+        samples=samples,
+        micro_batch_samples=plan.micro_batch_samples,
+        micro_batches_per_window=plan.micro_batches_per_window,
+        replicas=plan.replicas,
+        layout=layout(job),
+        precision=f"{precision(job)}, on {job.world.device.type}",
+        command=list(command),
+        changed_settings={
+            name: [then.get(name), now.get(name)]
+            for name in sorted(then.keys() | now.keys())
+            if then.get(name) != now.get(name)
+        },
+    )
+
+
+def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}

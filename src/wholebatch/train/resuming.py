@@ -1,0 +1,92 @@
+"""The run that ``--resume`` names, or that torchrun's restart belongs to: its folder and settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wholebatch.errors import UsageError
+from wholebatch.record import HEADER_FILE
+from wholebatch.run_reader import read_run
+from wholebatch.train.config import config_from_dict, with_changes
+from wholebatch.train.settings import TrainConfig
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Earlier:
+    """A run to go on with.
+
+    Args:
+        folder: of the run.
+        settings: that it had, as its header has them.
+        checkpoint: name of the one to go on from; None for the newest.
+        num_records: updates that it has recorded.
+    """
+
+    folder: Path
+    settings: Mapping[str, Any]
+    checkpoint: str | None
+    num_records: int
+
+
+def find_earlier(named: Path) -> Earlier:
+    """The run that ``named`` is the folder of, or the run and the checkpoint in it.
+
+    Raises:
+        UsageError: neither, or a run of a version whose settings this one can't read.
+        RecordError: a run that can't be read.
+    """
+    folder, checkpoint = named, None
+    if not (folder / HEADER_FILE).is_file() and named.parent.name == CHECKPOINTS:
+        folder, checkpoint = named.parent.parent, named.name
+    if not (folder / HEADER_FILE).is_file():
+        raise UsageError(
+            f"--resume {named}: there is no {HEADER_FILE} in it, so it is no run; give a run's folder, "
+            f"such as runs/NAME, or a checkpoint in it, runs/NAME/{CHECKPOINTS}/update-00000050"
+        )
+    run = read_run(folder)
+    return Earlier(
+        folder=folder, settings=run.header.settings, checkpoint=checkpoint, num_records=len(run.records)
+    )
+
+
+def settings_of(earlier: Earlier, changes: Sequence[str]) -> TrainConfig:
+    """The settings of the run, with what was changed on the command line.
+
+    Raises:
+        UsageError: a change that does not fit, or of where the run is.
+    """
+    folder = str(earlier.folder)
+    config = config_from_dict(
+        with_changes(dict(earlier.settings), [*changes]), source=f"the settings of {folder}"
+    )
+    if any(change.replace(" ", "").startswith("run.folder=") for change in changes):
+        raise UsageError(
+            f"--set run.folder and --resume {folder} name two folders; a run goes on where it is. To begin "
+            f"another from its settings, use --print-config"
+        )
+    return config
+
+
+def earlier_of_restart(config: TrainConfig) -> Earlier | None:
+    """The run that torchrun restarts, where it does; None where this is a first start.
+
+    Raises:
+        UsageError: torchrun may restart the job, and the settings do not say which run that would be.
+    """
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
+        return None
+    if not config.run.folder:
+        raise UsageError(
+            f"torchrun --max-restarts={os.environ['TORCHELASTIC_MAX_RESTARTS']} may start this job again, "
+            f"and with run.folder empty nobody would know which run to go on with; give --set "
+            f"run.folder=runs/NAME"
+        )
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    folder = Path(config.run.folder)
+    return find_earlier(folder) if restarted and (folder / HEADER_FILE).is_file() else None

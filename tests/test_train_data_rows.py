@@ -271,6 +271,12 @@ def test_a_longer_text_is_cut_truncated_or_refused() -> None:
     assert len(load_rows(row, too_long="refuse", max_tokens_per_sample=8).train) == 1
 
 
+def test_a_paragraph_is_named_by_its_first_line() -> None:
+    Path("two.txt").write_text("a\n\nbcd\nefg\n\nh\n")
+    with pytest.raises(UsageError, match=r"two.txt:3: 8 tokens, more than"):
+        load(source="text", files=["two.txt"], too_long="refuse", max_tokens_per_sample=5)
+
+
 def test_a_longer_completion_loses_its_end() -> None:
     row, cap = {"prompt": "ab", "completion": "cdef"}, {"max_tokens_per_sample": 5}
     found = load_rows(row, too_long="truncate", **cap)

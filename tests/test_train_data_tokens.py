@@ -119,6 +119,16 @@ def test_the_network_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert folder_tokenizer(folder).vocabulary == 11
 
 
+def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    folder.mkdir()
+    (folder / "tokenization_own.py").write_text("raise AssertionError('the code of the folder was run')")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UsageError, match=r"no tokenizer could be loaded from .*custom code"):
+        folder_tokenizer(str(folder))
+
+
 def test_a_tokenizer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UsageError, match=r"data.tokenizer is 'some/model', and there is no such folder; give"

@@ -227,16 +227,15 @@ def build(kind: type[T], data: dict[str, Any], where: Place) -> T:
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         raise RecordError(_version_refusal(data, where))
     checks, required = _shape(cast("Any", kind))  # mypy takes the dataclass's own hash for the class's
-    missing = [name for name in required if name not in data]
-    if missing:
-        raise RecordError(f"{_told(where)} lacks {', '.join(missing)}")
-    known = {}
+    known: dict[str, Any] = {}
     for name, (plain, numbers, check) in checks.items():
         if name in data:
             known[name] = value = data[name]
             found = type(value)
             if found not in plain and not (found in numbers and -_NUMBERS_BELOW < value < _NUMBERS_BELOW):
                 check(value, (where, name))
+    if len(known) < len(checks) and (missing := [name for name in required if name not in known]):
+        raise RecordError(f"{_told(where)} lacks {', '.join(missing)}")
     return kind(**known)
 
 

@@ -95,13 +95,14 @@ def panel(run: Run, quiet_seconds: float) -> RenderableType:
 
 def _pace(run: Run, quiet_seconds: float) -> Text:
     """``items / seconds`` of the last updates, and when the last of them was."""
-    counters, last = run.counters(), run.records[-PACE_UPDATES:]
+    last = run.records[-PACE_UPDATES:]
+    samples, items = sum(r.samples for r in run.records), sum(r.items for r in run.records)
     seconds = sum(r.seconds for r in last)
     pace = f"; {sum(r.items for r in last) / seconds:,.0f} items/s" if seconds else ""
     quiet = f"; nothing new for {quiet_seconds:,.0f} s" if quiet_seconds >= 10 * POLL_S else ""
     return Text(
-        f"{number_of(counters.updates_attempted, 'update')}, {number_of(counters.samples, 'sample')}, "
-        f"{counters.items:,} items{pace}{quiet}"
+        f"{number_of(len(run.records), 'update')}, {number_of(samples, 'sample')}, {items:,} items"
+        f"{pace}{quiet}"
     )
 
 

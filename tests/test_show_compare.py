@@ -126,6 +126,17 @@ def test_other_data_makes_losses_incomparable(tmp_path: Path) -> None:
     assert "Losses are not comparable" in text
 
 
+def test_the_same_data_under_another_name_is_no_other_data(tmp_path: Path) -> None:
+    counts = {"train_samples": 3147, "train_items": 9000, "held_out_items": 500}
+    first = a_run(tmp_path / "a", dataset={"name": "here", **counts})
+    second = a_run(tmp_path / "b", dataset={"name": "there", **counts})
+    comparison = compare_runs(first, second)
+    assert [(d.kind, d.name) for d in comparison.differences] == [("training", "data: name")]
+    assert comparison.losses_comparable
+    third = a_run(tmp_path / "c", dataset={"name": "there", **counts, "held_out_items": 501})
+    assert not compare_runs(first, third).losses_comparable
+
+
 def with_digests(*digests: str | None) -> list[UpdateRecord]:
     return [a_record(update, sample_digest=digest) for update, digest in enumerate(digests, start=1)]
 

@@ -328,7 +328,7 @@ Examples:
 def show(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN [RUN]", help="Folder of a run, of two to compare, or of runs to list."),
+        typer.Argument(metavar="RUN", help="Folder of a run, of two to compare, or of runs to list."),
     ],
     by: Annotated[
         str | None,

@@ -173,7 +173,8 @@ def _differences(first: Run, second: Run) -> Iterator[Difference]:
 
     settings = _flat(a.settings), _flat(b.settings)
     yield from differing("losses", "divided by", a.normalisation, b.normalisation)
-    yield from facts("losses", "data: ", a.dataset, b.dataset, lambda _key: True)
+    moved = _other_name_alone(a.dataset, b.dataset)
+    yield from facts("training" if moved else "losses", "data: ", a.dataset, b.dataset, lambda _key: True)
     yield from facts("losses", "model: ", a.model, b.model, _is_vocabulary)
     yield from facts("losses", "", *settings, _is_vocabulary)
     yield from differing("updates", "global batch, samples", a.global_batch_samples, b.global_batch_samples)
@@ -196,6 +197,13 @@ def _differences(first: Run, second: Run) -> Iterator[Difference]:
     yield from differing("split", "D, replicas", a.replicas, b.replicas)
     yield from facts("split", "layout: ", dict(a.layout), dict(b.layout), lambda _key: True)
     yield from facts("split", "version: ", dict(a.versions), dict(b.versions), lambda _key: True)
+
+
+def _other_name_alone(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two data sets have another name, such as a path, and the same of everything counted."""
+    counted = ("train_items", "held_out_items")
+    rest = [{key: value for key, value in each.items() if key != "name"} for each in (one, other)]
+    return rest[0] == rest[1] and all(one.get(key) is not None for key in counted) and one != other
 
 
 def _is_vocabulary(key: str) -> bool:

@@ -323,10 +323,11 @@ def test_a_prompt_is_never_on_both_sides() -> None:
 
 
 def test_held_out_files_are_the_split() -> None:
-    one = jsonl({"text": "a"}, {"text": "b"}, name="one.jsonl")
+    one = jsonl({"text": "a"}, {"text": "g"}, name="one.jsonl")
     two = jsonl({"text": "c"}, {"text": "a"}, name="two.jsonl")
+    assert is_held_out("g", 2), "or nothing is shown: the hash does not count"
     found = load(source="jsonl", files=[one], held_out_files=[two], held_out_one_in=2)
-    assert (texts(found.train), texts(found.held_out)) == (["a", "b"], ["c", "a"])
+    assert (texts(found.train), texts(found.held_out)) == (["a", "g"], ["c", "a"])
     assert found.facts["split_rule"] == "the rows of two.jsonl"
     texts_of = load(source="text", files=["one.jsonl"], held_out_files=["two.jsonl"])
     assert (len(texts_of.train), len(texts_of.held_out)) == (1, 1)

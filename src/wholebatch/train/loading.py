@@ -109,12 +109,14 @@ def micro_batch(
     if isinstance(samples, TokenSamples):  # which draw nothing at random
         return collate([samples[index] for index in ids], ids, epoch)
     chosen = []
-    for index in ids:
-        with _drawing(seed, epoch, index), _naming(f"reading {_named(samples, index)} failed"):
-            chosen.append(samples[index])
-    first = ids[0] if ids else 0
-    with _drawing(seed, epoch, first), _naming(f"collating samples {list(ids)} failed"):
-        return collate(chosen, ids, epoch)
+    with _random_state_kept():
+        for index in ids:
+            _seed(seed, epoch, index)
+            with _naming(f"reading {_named(samples, index)} failed"):
+                chosen.append(samples[index])
+        _seed(seed, epoch, ids[0] if ids else 0)
+        with _naming(f"collating samples {list(ids)} failed"):
+            return collate(chosen, ids, epoch)
 
 
 class _Key(NamedTuple):
@@ -288,18 +290,22 @@ def _naming(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _drawing(seed: int, epoch: int, sample_id: int) -> Iterator[None]:
-    """Random numbers of the host that depend on these three alone; the state is put back after it."""
+def _random_state_kept() -> Iterator[None]:
+    """Put the generators of the host back to where they are now."""
     kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    key = np.array([seed, epoch], dtype=np.uint64)
-    counter = np.array([0, sample_id, 2, 0], dtype=np.uint64)  # 0 is the order's, 1 that of masks
-    drawn = int(np.random.Philox(key=key, counter=counter).random_raw() >> 1)
     try:
-        random.seed(drawn)
-        np.random.seed(drawn % 2**32)
-        torch.default_generator.manual_seed(drawn)
         yield
     finally:
         random.setstate(kept[0])
         np.random.set_state(kept[1])
         torch.set_rng_state(kept[2])
+
+
+def _seed(seed: int, epoch: int, sample_id: int) -> None:
+    """Let the generators of the host draw what these three alone decide."""
+    key = np.array([seed, epoch], dtype=np.uint64)
+    counter = np.array([0, sample_id, 2, 0], dtype=np.uint64)  # 0 is the order's, 1 that of masks
+    drawn = int(np.random.Philox(key=key, counter=counter).random_raw() >> 1)
+    random.seed(drawn)
+    np.random.seed(drawn % 2**32)
+    torch.default_generator.manual_seed(drawn)

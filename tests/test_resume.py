@@ -25,7 +25,9 @@ from wholebatch.errors import (
     WindowUsageError,
 )
 from wholebatch.finish import per_attempted_update, per_sample
+from wholebatch.replay import RandomState
 from wholebatch.resume import Checkpoints, Found
+from wholebatch.resume.randomness import packed, restore
 
 GLOBAL_BATCH_SAMPLES = 12
 FEATURES = 5
@@ -277,6 +279,21 @@ def test_state_of_another_dtype_than_its_parameter_keeps_its_digits(tmp_path):
     (before,), (after,) = window.finish.optimizers, other.finish.optimizers
     assert_same(after.state_dict(), before.state_dict())
     assert after.state[other.model.weight]["average"].dtype == torch.float32
+
+
+def test_a_fresh_random_state_follows_from_the_saved_one_the_rank_and_the_update():
+    def drawn(states: list[Any], rank: int, updates_attempted: int) -> tuple[float, float, float]:
+        assert not restore(states, rank=rank, updates_attempted=updates_attempted)
+        return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+    torch.manual_seed(1)
+    one = [packed(RandomState.capture())]
+    torch.manual_seed(2)
+    other = [packed(RandomState.capture())]
+    cases = [(one, 1, 0), (one, 2, 0), (one, 1, 1), (other, 1, 0)]
+    numbers = [drawn(*case) for case in cases]
+    assert [drawn(*case) for case in cases] == numbers
+    assert len({number for case in numbers for number in case}) == 12
 
 
 # Which ones are kept ----------------------------------------------------------------------------------

@@ -82,14 +82,12 @@ class Together:
         if error is not None:
             raise error
         for rank, failure in enumerate(told):
-            if failure is not None:
-                name, words = failure
-                kind = getattr(errors, name, None)
-                raise (
-                    kind(f"rank {rank}: {words}")
-                    if kind
-                    else CheckpointError(f"rank {rank} failed over a checkpoint: {name}: {words}")
-                )
+            if failure is None:
+                continue
+            name, words = failure
+            if kind := getattr(errors, name, None):
+                raise kind(f"rank {rank}: {words}")
+            raise CheckpointError(f"rank {rank} failed over a checkpoint: {name}: {words}")
         return result
 
     def on_leader(self, act: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,18 @@ def test_adapters_on_a_folder_load_onto_the_same_base(llama, tmp_path, kind):
     assert torch.equal(again(**given).logits, model.forward(model.module, batch))
 
 
+def test_an_adapter_is_written_without_asking_a_server_about_its_base(tmp_path, monkeypatch):
+    def asked(*_, **__):
+        raise AssertionError("a server was asked")
+
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", asked)
+    base = save_folder("gpt2", tmp_path / "gpt2")
+    model = build(model={"source": str(base)}, lora={"rank": 2})
+    shutil.rmtree(base)
+    export_model(model, tmp_path / "model")
+    assert (tmp_path / "model" / "adapter_model.safetensors").is_file()
+
+
 def test_an_export_replaces_the_one_before_only_when_it_is_whole(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     export_model(build(model=SMALL), folder)
@@ -127,6 +140,19 @@ def test_an_export_replaces_the_one_before_only_when_it_is_whole(tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr("torch.save", full)
         with pytest.raises(RecordError, match=r"can't be written to .*model: .*No space left on device"):
+            export_model(model, folder)
+    assert (folder / "model.pt").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    rename = Path.rename
+
+    def refused(path, target):
+        if path.name == "model.part":
+            raise PermissionError(13, "Permission denied")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refused)
+        with pytest.raises(RecordError, match=r"can't be written to .*model: .*Permission denied"):
             export_model(model, folder)
     assert (folder / "model.pt").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -195,6 +195,22 @@ def test_dropouts_of_inner_configurations_and_of_whole_layers():
     assert layers[0].p == 0.0
 
 
+def test_dropout_that_no_configuration_tells_is_set_too(folders, monkeypatch):
+    monkeypatch.setattr("wholebatch.train.models.huggingface.set_dropout", lambda *_: [])
+    model = built(folders["gpt2"], model={"dropout": 0.0})
+    layers = {layer.p for layer in model.module.modules() if isinstance(layer, nn.Dropout)}
+    assert layers == {0.0}
+
+
+def test_new_parameters_are_drawn_in_the_dtype_of_the_settings(folders, tmp_path):
+    folder = copied(folders["gpt2"], tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    table = built(folder, model={"from_scratch": True}).module.transformer.wte.weight
+    assert table.dtype == torch.float32
+    assert not torch.equal(table, table.bfloat16().float())
+
+
 def test_nothing_is_printed(folders, capfd):
     built(folders["bert"], "label")
     captured = capfd.readouterr()

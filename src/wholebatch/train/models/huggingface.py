@@ -95,7 +95,7 @@ def load_folder(config: TrainConfig, data: JobData, dtype: torch.dtype) -> JobMo
         shape = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         set_dropout(shape, config.model.dropout)
         shape.use_cache = False
-        shape.dtype = dtype
+        shape.dtype = dtype  # new parameters are drawn in it, not in the one that was saved
         if kind == "label":
             _set_labels(shape, data, folder)
         make = getattr(transformers, _CLASSES[kind])
@@ -105,7 +105,6 @@ def load_folder(config: TrainConfig, data: JobData, dtype: torch.dtype) -> JobMo
             module, info = make.from_pretrained(
                 folder,
                 config=shape,
-                dtype=dtype,
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,

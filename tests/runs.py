@@ -1,19 +1,25 @@
-"""What the tests of runs and of the training job share: a record, and the settings of a tiny job."""
+"""What the tests of runs and of the training job share: a record, and the settings of a tiny job.
+
+It imports no torch; ``jobs.py`` runs these settings.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from wholebatch.record import Evaluation, Resumption, RunHeader, UpdateRecord
+from wholebatch.train.config import config_from_dict, config_text
 
 TINY: dict[str, dict[str, Any]] = {
     "run": {"num_updates": 4, "evaluate_every_updates": 2, "print_every_updates": 2},
     "batch": {"global_batch_samples": 8, "micro_batch_samples": 2},
-    "data": {"max_tokens_per_sample": 32},
-    "model": {"layers": 1, "width": 16, "heads": 2, "dtype": "float64"},
-    "optimizer": {"warmup_updates": 2, "learning_rate": 0.01},
+    "data": {"max_tokens_per_sample": 32, "held_out_one_in": 800},  # 8 samples held out
+    "model": {"layers": 1, "width": 16, "heads": 2},
+    "optimizer": {"learning_rate": 0.01},
+    "schedule": {"warmup_updates": 2},
+    "precision": {"parameters": "float64"},
+    "checkpoints": {"every_updates": 2},
     "proof": {"check_first_batch": False},
 }
 
@@ -40,17 +46,14 @@ def a_record(update: int = 3, **changes: Any) -> UpdateRecord:
 
 def tiny_tables(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The settings of a tiny job as tables, with changes by section."""
-    return {name: {**table, **sections.get(name, {})} for name, table in TINY.items()}
+    names = TINY | sections
+    return {name: {**TINY.get(name, {}), **sections.get(name, {})} for name in names}
 
 
 def write_tiny(folder: Path, **sections: dict[str, Any]) -> Path:
     """The same as a TOML file."""
-    lines = []
-    for section, table in tiny_tables(**sections).items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
     file = folder / "tiny.toml"
-    file.write_text("\n".join(lines))
+    file.write_text(config_text(config_from_dict(tiny_tables(**sections))), encoding="utf-8")
     return file
 
 

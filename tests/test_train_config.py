@@ -14,7 +14,8 @@ import pytest
 
 from wholebatch.errors import UsageError
 from wholebatch.order import SampleOrder
-from wholebatch.train.config import _RANGES, TrainConfig, config_from_dict, load_config
+from wholebatch.train.config import _RANGES, config_from_dict, config_text, load_config, with_changes
+from wholebatch.train.settings import WARMUP_UPDATES, TrainConfig
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -32,24 +33,24 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         write(
             tmp_path,
             "[batch]\nglobal_batch_samples = 64\n[optimizer]\nlearning_rate = 1\n"
-            '[model]\ndtype = "float64"\n[proof]\ncheck_first_batch = false\n',
+            '[precision]\nparameters = "float64"\n[proof]\ncheck_first_batch = false\n',
         )
     )
     assert config.batch.global_batch_samples == 64
     assert config.batch.micro_batch_samples == TrainConfig().batch.micro_batch_samples
     assert type(config.optimizer.learning_rate) is float
-    assert config.model.dtype == "float64"
+    assert config.precision.parameters == "float64"
     assert not config.proof.check_first_batch
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     file = write(tmp_path, "[run]\nnum_updates = 7\nseed = 3\n")
-    config = load_config(file, num_updates=9, folder=None)
+    config = load_config(file, ["run.num_updates=8", "run.num_updates = 9"])
     assert (config.run.num_updates, config.run.seed, config.run.folder) == (9, 3, "")
 
 
 def test_settings_survive_a_trip_through_plain_data() -> None:
-    config = load_config(num_updates=9)
+    config = load_config(None, ["run.num_updates=9"])
     assert config_from_dict(config.to_dict()) == config
 
 
@@ -57,9 +58,9 @@ def test_settings_survive_a_trip_through_plain_data() -> None:
     ("text", "message"),
     [
         ("[bach]\n", "no section is called 'bach'; did you mean batch?"),
-        ("[zzz]\n", "no section is called 'zzz'; there are run, batch, data, model, optimizer, proof"),
+        ("[zzz]\n", "no section is called 'zzz'; there are run, batch, data, objective, model, lora, opt"),
         ("[model]\nlayer = 2\n", "no key in [model] is called 'layer'; did you mean layers?"),
-        ("[model]\nzzz = 2\n", "no key in [model] is called 'zzz'; there are layers, width"),
+        ("[model]\nzzz = 2\n", "no key in [model] is called 'zzz'; there are source, size, layers, width"),
         ("model = 3\n", "model is a section, [model], not the value 3"),
         ("[model]\nlayers = 2.0\n", "model.layers is 2.0; it takes a whole number"),
         ("[model]\nlayers = true\n", "model.layers is True; it takes a whole number"),
@@ -67,16 +68,20 @@ def test_settings_survive_a_trip_through_plain_data() -> None:
         ("[run]\nfolder = 3\n", "run.folder is 3; it takes a text in quotes"),
         ("[proof]\ncheck_first_batch = 1\n", "proof.check_first_batch is 1; it takes true or false"),
         ('[batch]\ntail = "pad"\n', "batch.tail is 'pad'; it can be 'partial' or 'drop'"),
+        ("[data]\nfiles = 3\n", 'data.files is 3; it takes a list of texts, such as ["a.txt"]'),
+        ("[data]\nfiles = [3]\n", "data.files is 3; it takes a text in quotes"),
         (
-            "[model]\nwidth = 96\nheads = 5\n",
-            "model.width 96 is not divisible by model.heads 5; heads that divide it: 2, 3, 4, 6",
+            "[data]\noptions = { a = [1, 2020-01-02] }\n",
+            "data.options.a.1 is the date or time 2020-01-02; write it as a text, in quotes",
         ),
+        ("[data]\noptions = { a = 10:20:30 }\n", "data.options.a is the date or time 10:20:30; write it"),
+        ("[data]\noptions = 3\n", "data.options is 3; it takes a table, such as { momentum = 0.9 }"),
         ("[model]\ndropout = nan\n", "model.dropout is nan; it goes from 0 to 0.99"),
         ("[run]\nnum_updates = 0\n", "run.num_updates is 0; it goes from 1 to"),
         ("[run\n", "is not TOML"),
         ("run = 5\n", "run is a section, [run], not the value 5"),
         (f"[optimizer]\nlearning_rate = {10**400}\n", "optimizer.learning_rate is 1000000000"),
-        (f"[model]\nlayers = {10**400}\n", "(401 characters); it goes from 1 to 1000"),
+        (f"[model]\nlayers = {10**400}\n", "(401 characters); it goes from 0 to 1000"),
         (f"[model]\ndropout = 0x{'f' * 5000}\n", "model.dropout is a number of thousands of digits, which"),
         (f"[model]\nlayers = 0x{'f' * 5000}\n", "model.layers is a number of thousands of digits; it goes"),
         (f"[model]\nlayers = -{10**400}\n", "model.layers is -100000"),
@@ -93,7 +98,7 @@ def test_refusals_name_the_file_and_what_to_change(tmp_path: Path, text: str, me
 
 def test_a_run_that_is_no_section_is_refused_with_changes_too(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"small\.toml: run is a section, \[run\], not the value 5"):
-        load_config(write(tmp_path, "run = 5\n"), num_updates=9)
+        load_config(write(tmp_path, "run = 5\n"), ["model.layers=2"])
 
 
 @pytest.mark.parametrize("seed", [0, 2**53])
@@ -128,7 +133,132 @@ def test_settings_import_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_the_document_shows_every_setting_with_its_default() -> None:
+def test_the_document_shows_every_setting_with_its_meaning() -> None:
     document = (Path(__file__).parent.parent / "docs" / "train.md").read_text()
-    block = document.split("```toml\n")[1].split("```")[0]
-    assert tomllib.loads(block) == TrainConfig().to_dict()
+    assert f"```toml\n{config_text(TrainConfig())}```\n" in document
+
+
+# On the command line
+
+
+def test_a_value_is_toml_and_what_is_none_is_a_text() -> None:
+    config = load_config(
+        None,
+        [
+            "batch.global_batch_samples=64",
+            "optimizer.learning_rate = 1e-4",
+            "model.source=models/my llama",
+            'data.source="text"',
+            'data.files=["a.txt", "b.txt"]',
+            "proof.check_first_batch=false",
+            "run.folder=runs/2026-01-02",
+        ],
+    )
+    assert (config.batch.global_batch_samples, config.optimizer.learning_rate) == (64, 1e-4)
+    assert (config.model.source, config.data.source) == ("models/my llama", "text")
+    assert config.data.files == ["a.txt", "b.txt"]
+    assert not config.proof.check_first_batch
+    assert config.run.folder == "runs/2026-01-02"
+
+
+def test_options_are_set_one_by_one_or_as_a_table() -> None:
+    config = load_config(
+        None,
+        [
+            "optimizer.options={betas = [0.9, 0.99]}",
+            "optimizer.options.eps=1e-9",
+            "data.options.path=a=b",
+        ],
+    )
+    assert config.optimizer.options == {"betas": [0.9, 0.99], "eps": 1e-9}
+    assert config.data.options == {"path": "a=b"}
+
+
+def test_changes_leave_the_tables_that_they_were_given() -> None:
+    tables: dict[str, Any] = {"optimizer": {"options": {"eps": 1e-8}}}
+    assert with_changes(tables, ["optimizer.options.eps=1"]) == {"optimizer": {"options": {"eps": 1}}}
+    assert tables == {"optimizer": {"options": {"eps": 1e-8}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("run", "--set run: write section.key=value, such as batch.micro_batch_samples=8"),
+        ("num_updates=3", "--set num_updates=3: write section.key=value"),
+        ("run.=3", "--set run.=3: write section.key=value"),
+        (".num_updates=3", "--set .num_updates=3: write section.key=value"),
+        ("run.seed.x=3", "run.seed is {'x': 3}; it takes a whole number"),
+        ("run.num_update=3", "no key in [run] is called 'num_update'; did you mean num_updates?"),
+        ("bach.tail=drop", "no section is called 'bach'; did you mean batch?"),
+        ("batch.tail=pad", "batch.tail is 'pad'; it can be 'partial' or 'drop'"),
+        ("run.num_updates=many", "run.num_updates is 'many'; it takes a whole number"),
+        ("run.num_updates=0", "run.num_updates is 0; it goes from 1 to"),
+        ("run.num_updates=", "run.num_updates is ''; it takes a whole number"),
+    ],
+)
+def test_wrong_changes_are_refused(change: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        load_config(None, [change])
+
+
+def test_a_change_below_a_plain_value_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, "[run]\nseed = 3\n")
+    with pytest.raises(UsageError, match=r"--set run\.seed\.x=1: seed is no section, it has the value 3"):
+        load_config(file, ["run.seed.x=1"])
+
+
+# The warm-up of a schedule that gives no length
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup_updates"),
+    [
+        ({}, WARMUP_UPDATES),
+        ({"decay": "linear"}, WARMUP_UPDATES),
+        ({"warmup_updates": 0}, 0),
+        ({"warmup_updates": 7}, 7),
+        ({"warmup_samples": 100}, 0),
+        ({"warmup_items": 100, "decay_end_items": 1000}, 0),
+        ({"decay_end_samples": 1000}, 0),
+        ({"decay_end_updates": 100}, 0),
+    ],
+)
+def test_a_schedule_warms_up_for_20_updates_only_where_no_length_is_given(
+    schedule: dict[str, Any], warmup_updates: int
+) -> None:
+    assert config_from_dict({"schedule": schedule}).schedule.warmup_updates == warmup_updates
+
+
+# Written out
+
+
+AWKWARD = [
+    'data.source=C:\\\\texts "mine".py:rows',
+    'data.files=["a b.txt", "\u00e4.txt", "c\\td", "\U0001f600", "e\\u007ff"]',
+    'data.options={ "a key" = { b = [1, 2.5, true, "x"] }, plain = -3, "" = 1e300 }',
+    "optimizer.options={ betas = [0.9, 0.99] }",
+    "optimizer.learning_rate=1e-05",
+    "precision.initial_loss_scale=1152921504606846976.0",
+    "run.seed=9007199254740992",
+    "schedule.warmup_samples=300",
+    "model.compile=true",
+]
+
+
+@pytest.mark.parametrize("changes", [[], AWKWARD])
+def test_what_is_printed_reads_back_as_the_same(tmp_path: Path, changes: list[str]) -> None:
+    config = load_config(None, changes)
+    assert load_config(write(tmp_path, config_text(config))) == config
+    assert tomllib.loads(config_text(config)) == config.to_dict()
+
+
+def test_every_key_is_printed_below_its_meaning() -> None:
+    lines = config_text(TrainConfig()).splitlines()
+    above = {line.split(" = ")[0]: lines[n - 1] for n, line in enumerate(lines) if " = " in line}
+    assert all(above[key].startswith("# ") for key in ("num_updates", "tail", "compile", "options"))
+    keys = [line for n, line in enumerate(lines) if re.match(r"\w+ = ", line)]
+    bare = [line for n, line in enumerate(lines) if line in keys and not lines[n - 1].startswith("# ")]
+    assert len(keys) == sum(len(table) for table in TrainConfig().to_dict().values())
+    assert bare == []
+    assert "# samples of one update, over all replicas." in lines
+    assert max(map(len, lines)) <= 98

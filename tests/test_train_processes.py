@@ -34,10 +34,14 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if os.name == "posix" else ""}
 
 
+def settings(*changes: str) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
 def begin(command: list[str], config: Path, cwd: Path, **options: Any) -> subprocess.Popen[str]:
     """A run that would go on for ever."""
     return subprocess.Popen(
-        [*command, str(config), "--run-dir", "run", "--updates", "100000"],
+        [*command, str(config), *settings("run.folder=run", "run.num_updates=100000")],
         cwd=cwd,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -60,9 +64,9 @@ def finish(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_one_process_and_torchrun_make_the_same_updates(config: Path, tmp_path: Path) -> None:
-    one = finish([*ONE_RANK, str(config), "--run-dir", "one"], tmp_path)
+    one = finish([*ONE_RANK, str(config), *settings("run.folder=one")], tmp_path)
     assert one.returncode == 0, one.stderr
-    two = finish([*TWO_RANKS, str(config), "--run-dir", "two"], tmp_path)
+    two = finish([*TWO_RANKS, str(config), *settings("run.folder=two")], tmp_path)
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("update    4/4") == 1, "only one rank prints"
     alone, shared = read_run(tmp_path / "one"), read_run(tmp_path / "two")
@@ -136,5 +140,6 @@ def test_ctrl_c_leaves_a_readable_run(config: Path, tmp_path: Path, ranks: int) 
     assert run.evaluations[-1].updates_applied == len(run.records)
     if ranks == 1:  # torchrun answers with a code of its own
         assert process.returncode == 130
-        assert "Interrupted: stopped after a whole update" in output
+        assert "Interrupted between two updates; the records are complete up to there." in output
+        assert f"Saved after {len(run.records)} updates. To go on: wholebatch train --resume run" in output
         assert "Traceback" not in output

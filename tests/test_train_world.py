@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from jobs import Listener, built, tiny
 from ranks import run_ranks
 from wholebatch.errors import RecordError
 from wholebatch.train import world as world_module
 from wholebatch.train.command import yield_idle_cores
 from wholebatch.train.job import run_job
-from wholebatch.train.parts import build_job
 from wholebatch.train.world import World, join_world, threads_per_rank
 
 
@@ -57,12 +57,10 @@ def test_ranks_of_a_group_that_exists_have_their_own_device() -> None:
 
 
 def refused(_rank: int, _n: int, folder: str) -> str:
-    from test_train_job import Listener, tiny
-
     with join_world() as world:
         config = tiny(folder)
         with pytest.raises(RecordError, match="holds files already") as caught:
-            run_job(build_job(config, world), Listener(config))
+            run_job(built(config, world), Listener(config))
         return str(caught.value)
 
 

@@ -7,6 +7,7 @@ wrong thing.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -15,6 +16,7 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Sequence
+from datetime import date, time
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -59,7 +61,7 @@ def with_changes(tables: Tables, changes: Sequence[str]) -> Tables:
     Raises:
         UsageError: a change without a section, a key or a value.
     """
-    changed = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    changed = copy.deepcopy(tables)
     for change in changes:
         name, equals, text = change.partition("=")
         path = name.strip().split(".")
@@ -113,15 +115,17 @@ def config_text(config: TrainConfig) -> str:
     for name, kind in get_type_hints(TrainConfig).items():
         section = getattr(config, name)
         head, meanings = _meanings(kind)
-        lines += ["", f"# {head}", f"[{name}]"]
+        lines += ["", *_comment(head), f"[{name}]"]
         for field in dataclasses.fields(section):
-            meaning = textwrap.wrap(meanings[field.name], 96)
-            lines += [*(f"# {line}" for line in meaning), f"{field.name} = {_toml(_of(section, field))}"]
+            lines += [
+                *_comment(meanings[field.name]),
+                f"{field.name} = {_toml(getattr(section, field.name))}",
+            ]
     return "\n".join(lines[1:]) + "\n"
 
 
-def _of(section: Any, field: dataclasses.Field[Any]) -> Any:
-    return getattr(section, field.name)
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(text, 96)]
 
 
 def _meanings(kind: type) -> tuple[str, dict[str, str]]:
@@ -139,12 +143,18 @@ def _toml(value: Any) -> str:
         return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
-    # of the values here, JSON and TOML write texts and booleans alike
-    return json.dumps(value) if isinstance(value, str | bool) else repr(value)
+    if isinstance(value, str):
+        return _text(value)
+    return json.dumps(value) if isinstance(value, bool) else repr(value)
 
 
 def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _text(key)
+
+
+def _text(text: str) -> str:
+    # As JSON writes it, but for two things: TOML has no surrogate pairs, and no bare delete.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _section(kind: Any, table: Tables, name: str, source: str) -> Any:
@@ -170,7 +180,10 @@ def _typed(value: Any, kind: Any, where: str) -> Any:
     if family in (list, dict):
         if not isinstance(value, family):
             raise UsageError(f"{where} is {_shown(value)}; it takes {_TYPE_NAMES[family]}")
-        return [_typed(one, str, where) for one in value] if family is list else dict(value)
+        if family is list:
+            return [_typed(one, str, where) for one in value]
+        _refuse_dates(value, where)
+        return dict(value)
     choices = get_args(kind)
     if choices:
         if value not in choices:
@@ -184,6 +197,16 @@ def _typed(value: Any, kind: Any, where: str) -> Any:
     if type(value) is not kind:  # a bool is not an int here
         raise UsageError(f"{where} is {_shown(value)}; it takes {_TYPE_NAMES[kind]}")
     return value
+
+
+def _refuse_dates(value: Any, where: str) -> None:
+    """The header of a run is JSON, which has none."""
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, one in pairs:
+            _refuse_dates(one, f"{where}.{key}")
+    elif isinstance(value, date | time):
+        raise UsageError(f"{where} is the date or time {value}; write it as a text, in quotes")
 
 
 def _shown(value: Any) -> str:

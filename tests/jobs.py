@@ -1,0 +1,117 @@
+"""Tiny training jobs: built, run to their end, and compared."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from runs import tiny_tables
+from wholebatch.record import Evaluation, UpdateRecord
+from wholebatch.run_reader import Run, read_run
+from wholebatch.train.config import TrainConfig, config_from_dict
+from wholebatch.train.display import PlainDisplay
+from wholebatch.train.job import JobResult, run_job
+from wholebatch.train.parts import Job, build_job, check_settings
+from wholebatch.train.resuming import find_earlier, settings_of
+from wholebatch.train.world import World
+
+
+def tiny(folder: Path | str, **sections: dict[str, Any]) -> TrainConfig:
+    """The settings of a tiny job whose run is written to ``folder``."""
+    tables = tiny_tables(**sections)
+    tables["run"]["folder"] = str(folder)
+    return config_from_dict(tables)
+
+
+def built(config: TrainConfig, world: World | None = None) -> Job:
+    """The job, checked and built as the command does it."""
+    world = world or World()
+    return build_job(config, world, check_settings(config, world.ranks))
+
+
+class Listener(PlainDisplay):
+    """A plain display that keeps its words, and calls back after each update."""
+
+    def __init__(self, config: TrainConfig, after: Callable[[UpdateRecord], None] | None = None) -> None:
+        self.words = io.StringIO()
+        self.evaluations: list[Evaluation] = []
+        self.after = after
+        super().__init__(
+            Console(file=self.words, width=200),
+            num_updates=config.run.num_updates,
+            print_every_updates=config.run.print_every_updates,
+        )
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
+        super().evaluated(evaluation)
+
+    def updated(self, record: UpdateRecord) -> None:
+        super().updated(record)
+        if self.after is not None:
+            self.after(record)
+
+
+def run(config: TrainConfig, world: World | None = None) -> tuple[JobResult, Job, Listener]:
+    """A new run of the job to its end."""
+    job = built(config, world)
+    display = Listener(config)
+    return run_job(job, display, command=["wholebatch", "train"]), job, display
+
+
+def resumed(
+    named: Path | str, *changes: str, world: World | None = None
+) -> tuple[JobResult, Job, Listener]:
+    """The run of a folder, or of a checkpoint in it, gone on with to its end."""
+    earlier = find_earlier(Path(named))
+    config = settings_of(earlier, changes)
+    job = built(config, world)
+    display = Listener(config)
+    command = ["wholebatch", "train", "--resume", str(named)]
+    return run_job(job, display, command=command, earlier=earlier), job, display
+
+
+def parameters(job: Job) -> dict[str, Tensor]:
+    """Copies of the model's parameters."""
+    return {name: p.detach().clone() for name, p in job.model.module.named_parameters()}
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest of two models' parameters."""
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def told(folder: Path | str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Records and evaluations of a run, without what no two runs have alike: seconds and memory."""
+    found: Run = read_run(folder)
+    lines = [r.to_dict() for r in found.records], [e.to_dict() for e in found.evaluations]
+    for line in (*lines[0], *lines[1]):
+        for name in ("seconds", "peak_memory_bytes"):
+            line.pop(name, None)
+    return lines
+
+
+def saved(folder: Path | str, update: int) -> dict[str, Any]:
+    """What the checkpoint after an update holds: model, optimizers and all the rest."""
+    place = Path(folder) / "checkpoints" / f"update-{update:08d}"
+    return {path.name: torch.load(path, weights_only=True) for path in sorted(place.glob("*.pt"))}
+
+
+def differing(one: Any, other: Any, where: str = "") -> list[str]:
+    """The places at which two nests of plain data and tensors are not the same bit for bit."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+        return [] if same else [where]
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return [place for key in one for place in differing(one[key], other[key], f"{where}/{key}")]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        return [place for n, (a, b) in pairs for place in differing(a, b, f"{where}/{n}")]
+    return [] if type(one) is type(other) and one == other else [where]

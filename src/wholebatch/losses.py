@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -213,6 +214,8 @@ def _cross_entropy(
         raise ObjectiveError(f"{name}(label_smoothing={label_smoothing!r}) is not in [0, 1)")
 
     def number(wanted: Tensor) -> Number:
+        if class_weights is None and type(wanted) is Tensor and wanted.device.type == "cpu":
+            return int(np.count_nonzero(wanted.numpy() != ignore_index))  # a third of torch's time
         counts = wanted != ignore_index
         if class_weights is None:
             return counts.sum()
@@ -233,6 +236,7 @@ def _cross_entropy(
             raise ObjectiveError(
                 f"{name}: {weights.numel()} class weights do not fit logits of {logits.shape[-1]} classes"
             )
+        items = number(wanted[:, 1:] if shift else wanted)
         if shift:
             # Shift the labels, not the logits: a slice of the logits would copy the largest tensor here.
             wanted = F.pad(wanted[:, 1:], (0, 1), value=ignore_index)
@@ -244,7 +248,7 @@ def _cross_entropy(
             reduction="sum",
             label_smoothing=label_smoothing,
         )
-        return summed, number(wanted)
+        return summed, items
 
     return SummedLoss(
         name=name,

@@ -22,6 +22,7 @@ Place = Literal[
     "adding up what the window holds",
     "about to reduce gradients",
     "agreeing on what came out",
+    "saving or loading a checkpoint",
 ]
 _PLACES: tuple[str, ...] = get_args(Place)
 

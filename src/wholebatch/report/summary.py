@@ -70,7 +70,7 @@ def found_checkpoints(folder: Path) -> list[dict[str, Any]]:
     """
     found = []
     for path in sorted((folder / CHECKPOINTS_FOLDER).glob("update-*")):
-        if not re.fullmatch(r"update-\d+", path.name):
+        if not re.fullmatch(r"update-\d+(-\d+)?", path.name):
             continue
         try:
             manifest = json.loads((path / MANIFEST_FILE).read_bytes())

@@ -318,7 +318,7 @@ def _meet_between_updates(window: UpdateWindow, what: str) -> None:
         raise WindowUsageError(f"an update is under way; {what} between updates, after its with block")
     try:
         # The exchange by which ranks tell of their failures: whoever failed answers this one.
-        parts.agreement.exchange(doing="agreeing on what came out").wait()
+        parts.agreement.exchange(doing="saving or loading a checkpoint").wait()
     except PoisonedWindowError as error:
         parts.poisoned = str(error)
         raise

@@ -159,6 +159,16 @@ def test_layers_that_are_named_get_the_adapters():
     assert owners == {"blocks.0.attention.to_output", "blocks.1.attention.to_output", "blocks.0.network.0"}
 
 
+def test_the_name_of_a_layer_is_not_taken_for_the_end_of_another(tmp_path):
+    body = """
+    inner = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.ReLU())
+    linear = torch.nn.Linear(8, 8)
+    return torch.nn.Sequential(torch.nn.Embedding(50, 8), linear, inner, torch.nn.Linear(8, 50))
+    """
+    model = build(model={"source": own(tmp_path, textwrap.dedent(body))}, lora={"rank": 2})
+    assert (model.facts["lora"]["layers"], model.facts["trainable_parameters"]) == (1, 2 * 16)
+
+
 def test_a_layer_that_there_is_not_is_refused_with_those_that_there_are():
     message = r"called 'q_proj'; there are network\.0, network\.2, to_logits, to_output, to_query_key_value"
     with pytest.raises(UsageError, match=message):

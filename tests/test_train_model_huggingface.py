@@ -79,6 +79,22 @@ def test_the_update_with_adapters_is_that_of_the_big_batch(folders, name, kind, 
     assert verdict.judged_in == judged_in
 
 
+def test_a_new_head_is_trained_in_full_beside_adapters_and_what_is_tied_stays_tied(tmp_path):
+    from transformers import BertConfig, BertModel
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    BertModel(BertConfig(**sizes, max_position_embeddings=32)).save_pretrained(tmp_path / "headless")
+    model = built(tmp_path / "headless", "masked_token", lora={"rank": 2})
+    head = "cls.predictions.transform"
+    assert sorted(model.facts["lora"]["trained_in_full"]) == [f"{head}.LayerNorm", f"{head}.dense"]
+    assert model.facts["lora"]["layers"] == 6
+    base = model.module.get_base_model()
+    assert base.get_output_embeddings().weight is base.get_input_embeddings().weight
+    trained = {n.split(".default")[0] for n, p in model.module.named_parameters() if p.requires_grad}
+    assert not [n for n in trained if "lora_" not in n and head not in n]
+    assert judged(model, "masked_token").equal
+
+
 def test_without_the_mask_an_encoder_sees_padding_and_the_update_is_another(folders):
     model = built(folders["bert"], "masked_token")
     objective = job_data("masked_token").objective
@@ -408,8 +424,9 @@ def test_labels_that_do_not_fit_the_folders_head(folders, tmp_path):
     model.module.save_pretrained(tmp_path / "head")
     with pytest.raises(UsageError, match=r"has a head of 3 labels, and the data has 4"):
         built(tmp_path / "head", "label", data={"num_labels": 4})
-    again = built(tmp_path / "head", "label")
+    again = built(tmp_path / "head", "label", lora={"rank": 2})
     assert "new_parameters" not in again.facts
+    assert again.facts["lora"]["trained_in_full"] == ["classifier"]
     with pytest.raises(UsageError, match=r"how many labels there are, and data.source does not say it"):
         built(folders["bert"], "label", data={"num_labels": None})
     with pytest.raises(UsageError, match=r"pads with token 0, and the data with 2; set data.tokenizer"):

@@ -6,6 +6,7 @@ learn, and the parameters that were not in the folder, such as a new head: froze
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -39,14 +40,16 @@ def add_adapters(
         base is, without dropout.
     """
     peft = needed("peft", extra="lora", key=f"lora.rank = {settings.rank}")
-    targets = target_layers(module, settings.target_modules)
     trained = _owners(module, facts.get("new_parameters", []))
+    targets = [
+        name for name in target_layers(module, settings.target_modules) if not _within(name, trained)
+    ]
     layers = dict(module.named_modules())
     adapters = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=[name for name in targets if name not in trained],
+        target_modules=_as_peft_finds(targets, layers),
         modules_to_save=trained or None,
         fan_in_fan_out=all(_is_transposed(layers[name]) for name in targets),
         task_type=_TASKS.get(objective) if is_transformers_model(module) else None,
@@ -60,7 +63,12 @@ def add_adapters(
             "rank": settings.rank,
             "alpha": settings.alpha,
             "layers": len(targets),
-            "trained_in_full": trained,
+            # peft adds the head of a classifier, also where the folder has one.
+            "trained_in_full": [
+                name
+                for name, layer in wrapped.get_base_model().named_modules()
+                if hasattr(layer, "modules_to_save")
+            ],
         }
     }
 
@@ -127,8 +135,28 @@ def _ends(names: list[str]) -> list[str]:
     return sorted(set(ends))
 
 
-def _owners(module: nn.Module, parameters: list[str]) -> list[str]:
-    """The modules that hold parameters of these names."""
-    layers = dict(module.named_modules())
-    owners = {name.rpartition(".")[0] for name in parameters}
-    return sorted(owner for owner in owners if owner and isinstance(layers.get(owner), nn.Module))
+def _owners(module: nn.Module, new: list[str]) -> list[str]:
+    """The outermost modules that hold these parameters directly and nothing but such.
+
+    A module that holds others too, such as an output tied to the embedding, stays frozen: training a
+    copy of it would part what is tied. Of a new head that leaves out a bias at most, which is zero.
+    """
+    owners: list[str] = []
+    for name, layer in module.named_modules():
+        own = [f"{name}.{parameter}" for parameter, _ in layer.named_parameters()]
+        directly = any(
+            f"{name}.{parameter}" in new for parameter, _ in layer.named_parameters(recurse=False)
+        )
+        if name and directly and set(own) <= set(new) and not _within(name, owners):
+            owners.append(name)
+    return owners
+
+
+def _as_peft_finds(targets: list[str], layers: dict[str, nn.Module]) -> list[str] | str:
+    """The names, or a pattern where peft, which takes a name for the end of one too, would find more."""
+    more = {layer for layer in layers for name in targets if _matches(layer, name)} - set(targets)
+    return "|".join(map(re.escape, targets)) if more else targets
+
+
+def _within(name: str, owners: list[str]) -> bool:
+    return any(name == owner or name.startswith(f"{owner}.") for owner in owners)

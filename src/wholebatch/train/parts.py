@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -87,11 +89,18 @@ def build_job(config: TrainConfig, world: World, plan: BatchPlan) -> Job:
         seed=config.run.seed,
         tail=config.batch.tail,
     )
-    torch.manual_seed(config.run.seed)
+    _seed_everything(config.run.seed)
     model = build_model(config, data=data, device=world.device)
     # One seed gives every rank the same parameters; dropout must differ between ranks.
-    torch.manual_seed(config.run.seed + 1 + world.rank)
+    _seed_everything(config.run.seed + 1 + world.rank)
     return Job(config=config, world=world, data=data, plan=plan, order=order, model=model)
+
+
+def _seed_everything(seed: int) -> None:
+    """Models and data of a user's own may draw from any of the three, and a checkpoint holds them all."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def make_window(job: Job) -> UpdateWindow:

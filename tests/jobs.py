@@ -58,6 +58,16 @@ class Listener(PlainDisplay):
             self.after(record)
 
 
+def after_update(number: int, act: Callable[[], Any]) -> Callable[[UpdateRecord], None]:
+    """What a ``Listener`` is given to do something after an update."""
+
+    def after(record: UpdateRecord) -> None:
+        if record.updates_attempted == number:
+            act()
+
+    return after
+
+
 def run(config: TrainConfig, world: World | None = None) -> tuple[JobResult, Job, Listener]:
     """A new run of the job to its end."""
     job = built(config, world)
@@ -115,3 +125,85 @@ def differing(one: Any, other: Any, where: str = "") -> list[str]:
         pairs = enumerate(zip(one, other, strict=True))
         return [place for n, (a, b) in pairs for place in differing(a, b, f"{where}/{n}")]
     return [] if type(one) is type(other) and one == other else [where]
+
+
+OWN = '''
+"""Samples and a model of one's own, which fail when a file says so."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import wholebatch
+
+
+class Rows:
+    def __init__(self, number, torn):
+        self.number, self.torn = number, Path(torn)
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, index):
+        if self.torn.is_file() and self.torn.read_text() == str(index):
+            raise ValueError(f"row {index} is torn")
+        numbers = torch.Generator().manual_seed(index)
+        tokens = torch.randint(1, 20, (index % 5 + 2,), generator=numbers)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def data(number=64, torn="torn"):
+    return {
+        "train": Rows(number, torn),
+        "held_out": Rows(8, "none"),
+        "objective": wholebatch.next_token_loss(),
+        "vocabulary": 20,
+    }
+
+
+class Model(nn.Module):
+    """Kills its process once, in forward number ``deadly`` of a rank, if the file ``bomb`` is there."""
+
+    def __init__(self, bomb, deadly):
+        super().__init__()
+        self.inside = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
+        self.bomb, self.deadly, self.forwards = Path(bomb), deadly, 0
+
+    def forward(self, tokens):
+        self.forwards += self.training
+        if self.forwards == self.deadly and os.environ.get("RANK", "0") == "1" and self.bomb.exists():
+            self.bomb.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.inside(tokens)
+
+
+def model(bomb="bomb", deadly=10):
+    return Model(bomb, deadly)
+'''
+
+
+def write_own(folder: Path) -> str:
+    """A file with ``data`` and ``model``; the sections that name them begin with what is returned."""
+    (folder / "own.py").write_text(OWN)
+    return str(folder / "own.py")
+
+
+def on_forward(job: Job, number: int, act: Callable[[], Any], *, training: bool = True) -> None:
+    """Do something in forward ``number`` of training or of evaluation, counted from 1."""
+    seen = 0
+
+    def count(module: torch.nn.Module, _: Any) -> None:
+        nonlocal seen
+        seen += module.training == training
+        if module.training == training and seen == number:
+            act()
+
+    job.model.module.register_forward_pre_hook(count)
+
+
+def checkpoint_names(folder: Path | str) -> list[str]:
+    """The checkpoints of a run, by name."""
+    return sorted(path.name for path in (Path(folder) / "checkpoints").glob("update-*"))

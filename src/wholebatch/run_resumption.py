@@ -40,7 +40,7 @@ def come_back_to(folder: Path, resumption: Resumption) -> None:
     """
     run = read_run(folder)
     _refuse_other_records(run, resumption)
-    number = _number_of_resumption(run)
+    number = number_of_resumption(run)
     kept_records, left = _divided(
         folder / RECORDS_FILE, [r.updates_attempted <= resumption.updates_attempted for r in run.records]
     )
@@ -89,8 +89,8 @@ def _refuse_other_records(run: Run, resumption: Resumption) -> None:
         )
 
 
-def _number_of_resumption(run: Run) -> int:
-    """The number of the resumption under way, from 1; that of the last one if it was cut short.
+def number_of_resumption(run: Run) -> int:
+    """The number of the next resumption, from 1; that of the last one if it was cut short.
 
     One that still has beside it the end that it has written down never got to its first update.
     """

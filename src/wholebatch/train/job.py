@@ -102,7 +102,7 @@ def how_to_go_on(folder: Path) -> str:
     """What to type to go on with a run from its newest checkpoint, or why that can't be done."""
     saved = Checkpoints(folder / CHECKPOINTS).list()
     if not saved:
-        return "It was not saved (checkpoints.every_updates = 0), so it can't be gone on with."
+        return "There is no checkpoint of it, so it can't be gone on with; see checkpoints.every_updates."
     return (
         f"Saved after {number_of(saved[-1].updates_attempted, 'update')}. "
         f"To go on: wholebatch train --resume {shlex.quote(str(folder))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any
 
 from wholebatch.errors import UsageError
 from wholebatch.record import HEADER_FILE
-from wholebatch.run_reader import read_run
+from wholebatch.run_reader import Run, read_run
+from wholebatch.run_resumption import number_of_resumption
 from wholebatch.train.config import config_from_dict, with_changes
 from wholebatch.train.settings import TrainConfig
 
@@ -23,13 +25,15 @@ class Earlier:
 
     Args:
         folder: of the run.
-        settings: that it had, as its header has them.
+        settings: that it had before the resumption to come, header and earlier resumptions together.
+        latest_settings: the same with what was changed by one that was cut short before its first update.
         checkpoint: name of the one to go on from; None for the newest.
         num_records: updates that it has recorded.
     """
 
     folder: Path
     settings: Mapping[str, Any]
+    latest_settings: Mapping[str, Any]
     checkpoint: str | None
     num_records: int
 
@@ -43,7 +47,9 @@ def find_earlier(named: Path) -> Earlier:
     """
     folder, checkpoint = named, None
     if not (folder / HEADER_FILE).is_file() and named.parent.name == CHECKPOINTS:
-        folder, checkpoint = named.parent.parent, named.name
+        folder = named.parent.parent
+        # A run that torchrun restarts is further than the checkpoint that it began with.
+        checkpoint = None if is_restarted() else named.name
     if not (folder / HEADER_FILE).is_file():
         raise UsageError(
             f"--resume {named}: there is no {HEADER_FILE} in it, so it is no run; give a run's folder, "
@@ -51,8 +57,22 @@ def find_earlier(named: Path) -> Earlier:
         )
     run = read_run(folder)
     return Earlier(
-        folder=folder, settings=run.header.settings, checkpoint=checkpoint, num_records=len(run.records)
+        folder=folder,
+        settings=_settings_after(run, number_of_resumption(run) - 1),
+        latest_settings=_settings_after(run, len(run.resumptions)),
+        checkpoint=checkpoint,
+        num_records=len(run.records),
     )
+
+
+def _settings_after(run: Run, resumptions: int) -> dict[str, Any]:
+    """The settings that the run began with, changed as its first few resumptions changed them."""
+    settings = copy.deepcopy(dict(run.header.settings))
+    for each in run.resumptions[:resumptions]:
+        for name, (_, value) in each.changed_settings.items():
+            section, key = name.split(".", 1)
+            settings.setdefault(section, {})[key] = value
+    return settings
 
 
 def settings_of(earlier: Earlier, changes: Sequence[str]) -> TrainConfig:
@@ -63,7 +83,7 @@ def settings_of(earlier: Earlier, changes: Sequence[str]) -> TrainConfig:
     """
     folder = str(earlier.folder)
     config = config_from_dict(
-        with_changes(dict(earlier.settings), [*changes]), source=f"the settings of {folder}"
+        with_changes(dict(earlier.latest_settings), changes), source=f"the settings of {folder}"
     )
     if any(change.replace(" ", "").startswith("run.folder=") for change in changes):
         raise UsageError(
@@ -87,6 +107,10 @@ def earlier_of_restart(config: TrainConfig) -> Earlier | None:
             f"and with run.folder empty nobody would know which run to go on with; give --set "
             f"run.folder=runs/NAME"
         )
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     folder = Path(config.run.folder)
-    return find_earlier(folder) if restarted and (folder / HEADER_FILE).is_file() else None
+    return find_earlier(folder) if is_restarted() and (folder / HEADER_FILE).is_file() else None
+
+
+def is_restarted() -> bool:
+    """Whether torchrun has started this job before, and starts it again because a rank failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

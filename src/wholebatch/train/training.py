@@ -6,13 +6,14 @@ it, and saves there, so that nothing is lost that was committed and nothing coun
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from typing import Any
 
 import torch
 
 from wholebatch.errors import (
+    CheckpointError,
     JudgeError,
     PoisonedWindowError,
     RecordError,
@@ -20,6 +21,7 @@ from wholebatch.errors import (
     WholebatchError,
 )
 from wholebatch.record import Evaluation, UpdateRecord
+from wholebatch.report.output import OutputClosedError
 from wholebatch.report.words import number_of
 from wholebatch.resume import Checkpoints, Found
 from wholebatch.run_log import RunLog
@@ -54,6 +56,8 @@ class Training:
         self._display = display
         self._stop = stop
         self._skips_in_a_row = 0
+        self._loaded = False
+        self._closed: OutputClosedError | None = None  # nobody reads the display any more
         self._saved_updates: int | None = None
         self._score: float | None = None  # the held-out loss at this edge, where it was evaluated
 
@@ -71,7 +75,13 @@ class Training:
         """
         assert self._checkpoints is not None
         more = {} if self.average is None else {"average": self.average}
-        found = self._checkpoints.load(self.window, more=more, which=which)
+        try:
+            found = self._checkpoints.load(self.window, more=more, which=which)
+        except (CheckpointError, UsageError) as error:
+            if "which=" not in str(error):
+                raise
+            # What a caller in Python gives by that name is --resume on the command line.
+            raise type(error)(str(error).replace("which=", "--resume ")) from error
         then, now = found.more["data"], data_identity(self.job)
         for name, value in now.items():
             if then[name] != value:
@@ -81,7 +91,11 @@ class Training:
                     f"its data and settings, or begin a new run"
                 )
         self._skips_in_a_row = found.more["skips_in_a_row"]
-        self._saved_updates = found.updates_attempted
+        self._score = found.facts.score
+        self._loaded = True
+        if which is None:
+            self._saved_updates = found.updates_attempted
+        # One that was named is saved again, which sets aside those after it: they are of another way.
         return found
 
     # The loop -------------------------------------------------------------------------------------
@@ -91,11 +105,14 @@ class Training:
 
         Returns:
             True when all updates were attempted, False when it was stopped before.
+
+        Raises:
+            OutputClosedError: on the leading rank, after saving, where nobody reads the display.
         """
         run = self.job.config.run
-        if self.updates_attempted == 0:
+        if not self._loaded:
             self._evaluate()
-            self._save()  # a folder that can't take a checkpoint is found out now, not hours later
+        self._save()  # a folder that can't take a checkpoint is found out now, not hours later
         if self.updates_attempted >= run.num_updates:
             return True
         with closing(self._windows()) as micro_batches:
@@ -104,6 +121,8 @@ class Training:
                 if record is None or self._take_in(record):
                     self._evaluate_if_quick()
                     self._save()
+                    if self._closed is not None:
+                        raise self._closed
                     return self.updates_attempted >= run.num_updates
                 done = self.updates_attempted >= run.num_updates
                 if done or self.updates_attempted % run.evaluate_every_updates == 0:
@@ -146,7 +165,9 @@ class Training:
         """Whether an update that was rolled back on every rank was left on purpose."""
         if isinstance(error, PoisonedWindowError):
             return False
-        return self.job.world.any(isinstance(error, _LeftError))
+        # A SIGTERM to the whole group ends the processes that read samples too.
+        told_to = isinstance(error, _LeftError) or (self._stop.terminated and isinstance(error, JudgeError))
+        return self.job.world.any(told_to)
 
     def _take_in(self, record: UpdateRecord) -> bool:
         """Write an update down and show it; whether somebody asked, on any rank, to stop after it."""
@@ -154,10 +175,11 @@ class Training:
         try:
             if self.log is not None:
                 self.log.write(record)
-            self._display.updated(record)
+            self._show(lambda: self._display.updated(record))
         except RecordError as error:
             refusal = str(error)
-        stops, refusals = self.job.world.total([self._stop.asked, refusal is not None])
+        asked = self._stop.asked or self._closed is not None
+        stops, refusals = self.job.world.total([asked, refusal is not None])
         if refusals:
             self.job.world.raise_together(refusal)
         if self.average is not None:
@@ -165,6 +187,7 @@ class Training:
         self._score = None
         self._skips_in_a_row = 0 if record.outcome == "applied" else self._skips_in_a_row + 1
         if self._skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
+            self._save()
             raise JudgeError(
                 f"the last {self._skips_in_a_row} updates were all skipped, the last because "
                 f"{record.reason}; lower optimizer.learning_rate or look at the data"
@@ -191,8 +214,15 @@ class Training:
         if found is not None:
             if self.log is not None:
                 self.log.write_evaluation(found)
-            self._display.evaluated(found)
+            self._show(lambda: self._display.evaluated(found))
         return found
+
+    def _show(self, what: Callable[[], None]) -> None:
+        """Show it; where nobody reads that any more, the run ends on the next edge, saved."""
+        try:
+            what()
+        except OutputClosedError as closed:
+            self._closed = closed
 
     def _evaluate_if_quick(self) -> None:
         """A last evaluation, which is left out where SIGTERM leaves no time for it."""

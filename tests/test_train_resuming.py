@@ -1,0 +1,447 @@
+"""A run that is gone on with: bit for bit on the same ranks, with the same global batches on others."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from jobs import (
+    Listener,
+    after_update,
+    built,
+    checkpoint_names,
+    differing,
+    largest_difference,
+    on_forward,
+    parameters,
+    resumed,
+    run,
+    saved,
+    tiny,
+    told,
+    write_own,
+)
+from ranks import run_ranks
+from runs import write_tiny
+from wholebatch.errors import CheckpointError, RecordError, UsageError
+from wholebatch.record import ABANDONED_FILE, RECORDS_FILE
+from wholebatch.run_reader import read_run
+from wholebatch.train.command import train as train_command
+from wholebatch.train.config import TrainConfig, config_from_dict, config_text
+from wholebatch.train.job import run_job
+from wholebatch.train.resuming import earlier_of_restart, find_earlier, settings_of
+from wholebatch.train.world import World, join_world
+
+# Everything that has a state, and random numbers in every forward.
+FULL: dict[str, dict[str, Any]] = {
+    "run": {"num_updates": 6, "evaluate_every_updates": 3},
+    "model": {"dropout": 0.2},
+    "average": {"decay_per_update": 0.9},
+    "checkpoints": {"every_updates": 3},
+}
+
+
+def interrupted(config: TrainConfig, update: int, world: World | None = None) -> None:
+    """A run that Ctrl-C ends after an update."""
+    act = after_update(update, lambda: signal.raise_signal(signal.SIGINT))
+    result = run_job(built(config, world), Listener(config, after=act))
+    assert result.exit_code == 130
+
+
+def same_run(one: Path, other: Path, update: int = 6) -> None:
+    """Records, evaluations and everything that the last checkpoint holds, bit for bit."""
+    assert told(one) == told(other)
+    assert differing(saved(one, update), saved(other, update)) == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"data": {"workers": 1}},
+        {"optimizer": {"name": "SGD", "options": {"momentum": 0.9}}, "schedule": {"decay": "linear"}},
+        {"run": {**FULL["run"], "seed": 5}, "batch": {"tail": "drop", "micro_batch_samples": 4}},
+    ],
+    ids=["AdamW", "workers", "SGD", "other settings"],
+)
+def test_a_resumed_run_is_the_run_that_never_ended(tmp_path: Path, more: dict[str, dict[str, Any]]) -> None:
+    sections = FULL | more
+    _, whole, _ = run(tiny(tmp_path / "whole", **sections))
+    interrupted(tiny(tmp_path / "parts", **sections), 3)
+    result, job, display = resumed(tmp_path / "parts")
+    assert result.exit_code == 0
+    same_run(tmp_path / "whole", tmp_path / "parts")
+    assert largest_difference(parameters(whole), parameters(job)) == 0.0
+    words = display.words.getvalue()
+    assert f"Going on with {tmp_path / 'parts'} after 3 updates, 24 samples." in words
+    assert [line[:13] for line in words.splitlines() if line.startswith("update ")] == [
+        "update    4/6",
+        "update    6/6",
+    ]
+    written = read_run(tmp_path / "parts")
+    (resumption,) = written.resumptions
+    assert (resumption.updates_attempted, resumption.samples) == (3, 24)
+    assert (resumption.abandoned_updates, resumption.changed_settings) == (0, {})
+    assert resumption.previous_end is not None
+    assert resumption.previous_end["reason"] == "interrupted"
+    assert written.end is not None
+    assert written.end.reason == "done"
+    assert (tmp_path / "parts" / "model" / "model.pt").is_file()
+
+
+def resumed_ranks(rank: int, _n: int, tables: dict[str, Any], folder: str) -> dict[str, Tensor]:
+    """The whole run, and the same in two parts, on two ranks; Ctrl-C comes to one of them."""
+    config = config_from_dict(tables)
+    with join_world() as world:
+        run(config, world)
+        tables["run"]["folder"] = folder
+        interrupted_config = config_from_dict(tables)
+        act = after_update(3, lambda: signal.raise_signal(signal.SIGINT)) if rank == 1 else None
+        job = built(interrupted_config, world)
+        assert run_job(job, Listener(interrupted_config, after=act)).exit_code == 130
+        _, job, _ = resumed(folder, world=world)
+        return parameters(job)
+
+
+@pytest.mark.slow
+def test_so_it_is_on_two_ranks(tmp_path: Path) -> None:
+    tables = tiny(tmp_path / "whole", **FULL).to_dict()
+    first, second = run_ranks(resumed_ranks, 2, tables, str(tmp_path / "parts"))
+    assert largest_difference(first, second) == 0.0
+    same_run(tmp_path / "whole", tmp_path / "parts")
+    rest = saved(tmp_path / "parts", 6)["rest.pt"]
+    assert len(rest["random"]) == 2
+    assert differing(rest["random"][0], rest["random"][1]) != [], "both ranks draw the same masks"
+
+
+def resumed_on_two(_rank: int, _n: int, folder: str) -> dict[str, Tensor]:
+    with join_world() as world:
+        _, job, _ = resumed(folder, world=world)
+        return parameters(job)
+
+
+def without_dropout(folder: Path) -> TrainConfig:
+    return tiny(folder, **{**FULL, "model": {"dropout": 0.0}})
+
+
+def test_another_micro_batch_goes_on_with_the_same_global_batches(tmp_path: Path) -> None:
+    _, whole, _ = run(without_dropout(tmp_path / "whole"))
+    interrupted(without_dropout(tmp_path / "parts"), 3)
+    _, job, _ = resumed(tmp_path / "parts", "batch.micro_batch_samples=4")
+    assert largest_difference(parameters(whole), parameters(job)) < 1e-11
+    one, two = read_run(tmp_path / "whole"), read_run(tmp_path / "parts")
+    assert [r.sample_digest for r in one.records] == [r.sample_digest for r in two.records]
+    assert [r.micro_batches for r in two.records] == [4, 4, 4, 2, 2, 2]
+    (resumption,) = two.resumptions
+    assert resumption.changed_settings == {"batch.micro_batch_samples": [2, 4]}
+    assert (resumption.micro_batch_samples, resumption.micro_batches_per_window) == (4, 2)
+
+
+@pytest.mark.slow
+def test_so_do_more_ranks(tmp_path: Path) -> None:
+    _, whole, _ = run(without_dropout(tmp_path / "whole"))
+    interrupted(without_dropout(tmp_path / "parts"), 3)
+    first, second = run_ranks(resumed_on_two, 2, str(tmp_path / "parts"))
+    assert largest_difference(first, second) == 0.0
+    assert largest_difference(parameters(whole), first) < 1e-11
+    one, two = read_run(tmp_path / "whole"), read_run(tmp_path / "parts")
+    assert [r.sample_digest for r in one.records] == [r.sample_digest for r in two.records]
+    assert (two.resumptions[0].replicas, two.resumptions[0].layout["ranks"]) == (2, 2)
+
+
+def test_the_loss_scale_of_float16_goes_on(tmp_path: Path) -> None:
+    """The first scale overflows, and is halved in a skipped update."""
+    sections = {
+        **FULL,
+        "precision": {"parameters": "float32", "autocast": "float16", "initial_loss_scale": 2.0**20},
+    }
+    run(tiny(tmp_path / "whole", **sections))
+    interrupted(tiny(tmp_path / "parts", **sections), 3)
+    then = saved(tmp_path / "parts", 3)["optimizers.pt"]["scaler"]["scale"]
+    assert then < 2.0**20, "the scale has not moved, so nothing is shown"
+    resumed(tmp_path / "parts")
+    same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_finished_run_goes_on_with_more_updates(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(tiny(folder))
+    before = told(folder)
+    result, _, _ = resumed(folder)
+    assert (result.exit_code, told(folder)) == (0, before), "there was nothing left to do"
+    result, _, _ = resumed(folder, "run.num_updates=6")
+    assert result.exit_code == 0
+    records, evaluations = told(folder)
+    assert records[:4] == before[0]
+    assert [r["updates_attempted"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert [e["updates_applied"] for e in evaluations] == [0, 2, 4, 6]
+    (resumption,) = read_run(folder).resumptions  # the other one never got to an update
+    assert resumption.changed_settings == {"run.num_updates": [4, 6]}
+    assert told(folder)[0][3] == before[0][3], "the first updates had the schedule of 4"
+
+
+def test_what_was_changed_stays_so_when_it_goes_on_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(tiny(folder))
+    earlier = find_earlier(folder)
+    config = settings_of(earlier, ["run.num_updates=8", "batch.micro_batch_samples=4"])
+    display = Listener(config, after=after_update(6, lambda: signal.raise_signal(signal.SIGINT)))
+    assert run_job(built(config), display, earlier=earlier).exit_code == 130
+    resumed(folder, "optimizer.options.eps=1e-7")
+    found = read_run(folder)
+    assert [r.micro_batches for r in found.records] == [4, 4, 4, 4, 2, 2, 2, 2]
+    assert [each.changed_settings for each in found.resumptions] == [
+        {"batch.micro_batch_samples": [2, 4], "run.num_updates": [4, 8]},
+        {"optimizer.options": [{}, {"eps": 1e-7}]},
+    ]
+    assert settings_of(find_earlier(folder), []).batch.micro_batch_samples == 4
+
+
+def test_what_a_resumption_changed_that_was_cut_short_is_kept_and_told_once(tmp_path: Path) -> None:
+    """Ctrl-C twice ends it as it had ended before, in its first update."""
+    folder = tmp_path / "run"
+    interrupted(tiny(folder), 2)
+    earlier = find_earlier(folder)
+    config = settings_of(earlier, ["batch.micro_batch_samples=4"])
+    job = built(config)
+
+    def stop_hard() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    on_forward(job, 1, stop_hard)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(job, Listener(config), earlier=earlier)
+    resumed(folder)
+    found = read_run(folder)
+    assert [r.micro_batches for r in found.records] == [4, 4, 2, 2]
+    assert [each.changed_settings for each in found.resumptions] == [{"batch.micro_batch_samples": [2, 4]}]
+
+
+def test_a_change_inside_options_is_told(tmp_path: Path) -> None:
+    run(tiny(tmp_path / "run", optimizer={"options": {"eps": 1e-7}}))
+    resumed(tmp_path / "run", "optimizer.options.eps=1e-8", "run.num_updates=5")
+    assert read_run(tmp_path / "run").resumptions[0].changed_settings == {
+        "optimizer.options": [{"eps": 1e-7}, {"eps": 1e-8}],
+        "run.num_updates": [4, 5],
+    }
+
+
+def test_a_run_that_was_killed_before_its_first_update_evaluates_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    interrupted(tiny(folder), 1)
+    whole = tmp_path / "whole"
+    run(tiny(whole))
+    # What a run has that is killed in its first update.
+    for name in checkpoint_names(folder)[1:]:
+        (folder / "checkpoints" / name).rename(folder / name)
+    (folder / RECORDS_FILE).write_text("")
+    (folder / "end.json").unlink()
+    resumed(folder)
+    assert told(folder) == told(whole)
+
+
+def test_a_run_that_was_killed_before_it_was_saved_begins_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(tiny(folder))
+    (folder / "checkpoints").rename(tmp_path / "gone")
+    (folder / RECORDS_FILE).write_text("")
+    (folder / "evaluations.jsonl").write_text("")
+    resumed(folder)
+    run(tiny(tmp_path / "whole"))
+    assert told(folder) == told(tmp_path / "whole")
+
+
+def test_a_run_that_was_not_saved_cannot_be_resumed(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", checkpoints={"every_updates": 0})
+    display = Listener(config, after=after_update(2, lambda: signal.raise_signal(signal.SIGINT)))
+    assert run_job(built(config), display).exit_code == 130
+    assert "There is no checkpoint of it, so it can't be gone on with" in display.words.getvalue()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    with pytest.raises(UsageError, match=r"there is no checkpoint in .*run/checkpoints"):
+        resumed(tmp_path / "run")
+    assert len(read_run(tmp_path / "run").records) == 2
+
+
+# Refused, with what was and what is
+
+
+def own(tmp_path: Path) -> TrainConfig:
+    return tiny(tmp_path / "run", data={"source": f"{write_own(tmp_path)}:data"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.options.number=60", "was made with train_samples 64, and it is 60 now, so the run would"),
+        ("run.seed=1", "was made with seed 0, and it is 1 now, so the run would not go on with the same"),
+        ("batch.tail=drop", "was made with tail partial, and it is drop now"),
+        ("batch.global_batch_samples=16", "a global batch of 8 samples and the plan has 16; plan with"),
+        ("model.width=32", "width|shape"),
+        ("optimizer.name=SGD", "SGD"),
+        ("average.decay_per_update=0.9", "average"),
+    ],
+)
+def test_what_would_make_it_another_run_is_refused(tmp_path: Path, change: str, message: str) -> None:
+    interrupted(own(tmp_path), 2)
+    before = told(tmp_path / "run")
+    with pytest.raises(UsageError, match=message):
+        resumed(tmp_path / "run", change)
+    assert told(tmp_path / "run") == before
+    assert read_run(tmp_path / "run").resumptions == []
+    resumed(tmp_path / "run")
+    assert len(read_run(tmp_path / "run").records) == 4
+
+
+def test_a_file_of_settings_and_a_run_are_one_too_many(tmp_path: Path) -> None:
+    file = write_tiny(tmp_path)
+    with pytest.raises(UsageError, match=r"tiny\.toml and --resume runs/a both bring settings; a run goes"):
+        train_command(file, resume=Path("runs/a"))
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    for named in (tmp_path, tmp_path / "none", tmp_path / "checkpoints" / "update-00000002"):
+        with pytest.raises(UsageError, match=re.escape(f"--resume {named}: there is no header.json in it")):
+            find_earlier(named)
+
+
+def test_another_folder_for_a_run_that_goes_on_is_refused(tmp_path: Path) -> None:
+    run(tiny(tmp_path / "run"))
+    earlier = find_earlier(tmp_path / "run")
+    for change in ("run.folder=b", "run.folder = b"):
+        with pytest.raises(UsageError, match=r"--set run\.folder and --resume .* name two folders"):
+            settings_of(earlier, [change])
+    with pytest.raises(UsageError, match=r"the settings of .*run: no key in \[run\] is called 'seeds'"):
+        settings_of(earlier, ["run.seeds=3"])
+
+
+def test_the_settings_of_a_run_are_printed_for_the_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny(tmp_path / "run")
+    run(config)
+    assert train_command(resume=tmp_path / "run", changes=["run.seed=3"], print_config=True) == 0
+    expected = config.to_dict()
+    expected["run"]["seed"] = 3
+    assert capsys.readouterr().out == config_text(config_from_dict(expected))
+    assert read_run(tmp_path / "run").resumptions == []
+
+
+# From another checkpoint than the newest
+
+
+def test_from_a_checkpoint_in_between_the_rest_is_run_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(tiny(folder, **FULL))
+    before = told(folder)
+    whole = saved(folder, 6)
+    resumed(folder / "checkpoints" / "update-00000003")
+    assert told(folder) == before
+    assert differing(saved(folder, 6), whole) == []
+    lines = [json.loads(line) for line in (folder / ABANDONED_FILE).read_text().splitlines()]
+    updates = [each["line"]["updates_attempted"] for each in lines if each["file"] == RECORDS_FILE]
+    assert updates == [4, 5, 6]
+    assert read_run(folder).resumptions[0].abandoned_updates == 3
+
+
+def test_what_came_after_a_named_checkpoint_is_not_come_back_to(tmp_path: Path) -> None:
+    """A run that is killed before its next checkpoint goes on from the one that was named."""
+    folder = tmp_path / "run"
+    run(tiny(folder, checkpoints={"keep_last": 5}))
+    best = min(read_run(folder).evaluations, key=lambda e: e.loss_per_item or 0.0)
+    assert best.updates_applied == 4
+    earlier = find_earlier(folder / "checkpoints" / "update-00000002")
+    config = settings_of(earlier, ["checkpoints.every_updates=50"])
+
+    def stop_hard() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_job(built(config), Listener(config, after=after_update(3, stop_hard)), earlier=earlier)
+    names = checkpoint_names(folder)
+    assert names[-1].startswith("update-00000002")
+    resumed(folder)
+    run(tiny(tmp_path / "whole"))
+    assert told(folder)[0] == told(tmp_path / "whole")[0]
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_advice_works(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(tiny(folder))
+    file = folder / "checkpoints" / "update-00000004" / "model.pt"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    before = told(folder)
+    with pytest.raises(CheckpointError, match="update-00000004 can't be loaded") as caught:
+        resumed(folder, "run.num_updates=6")
+    assert told(folder) == before
+    offered = re.search(r"of update 2: --resume '(.+)'$", str(caught.value))
+    assert offered is not None
+    assert offered.group(1) == str(folder / "checkpoints" / "update-00000002")
+    resumed(offered.group(1), "run.num_updates=6")
+    records = read_run(folder).records
+    assert [r.updates_attempted for r in records] == [1, 2, 3, 4, 5, 6]
+    assert checkpoint_names(folder)[-1] == "update-00000006"
+
+
+def test_fewer_records_than_the_checkpoint_has_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(tiny(folder))
+    lines = (folder / RECORDS_FILE).read_text().splitlines(keepends=True)
+    (folder / RECORDS_FILE).write_text("".join(lines[:3]))
+    with pytest.raises(RecordError, match=r"has the records of 3 updates, and .* was made after update 4"):
+        resumed(folder)
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    run(tiny(tmp_path / "run"))
+    with pytest.raises(UsageError, match=r"--resume 'update-00000009' is no .* update-00000002, upd.*4$"):
+        resumed(tmp_path / "run" / "checkpoints" / "update-00000009")
+
+
+# torchrun's restarts
+
+
+def restarts(monkeypatch: pytest.MonkeyPatch, *, most: int, done: int) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(most))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(done))
+
+
+def test_only_a_restart_goes_on_with_the_run_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(tmp_path / "run")
+    restarts(monkeypatch, most=2, done=1)
+    assert earlier_of_restart(config) is None, "it failed before the run began"
+    run(config)
+    found = earlier_of_restart(config)
+    assert found is not None
+    assert (found.folder, found.checkpoint, found.num_records) == (tmp_path / "run", None, 4)
+    restarts(monkeypatch, most=2, done=0)
+    assert earlier_of_restart(config) is None
+    restarts(monkeypatch, most=0, done=0)
+    assert earlier_of_restart(TrainConfig()) is None
+
+
+def test_without_a_folder_a_restart_would_find_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    restarts(monkeypatch, most=3, done=0)
+    with pytest.raises(UsageError, match=r"--max-restarts=3 may start this job again, .* give --set run"):
+        train_command()
+
+
+def test_a_restart_is_further_than_the_checkpoint_that_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tiny(tmp_path / "run"))
+    named = tmp_path / "run" / "checkpoints" / "update-00000002"
+    assert find_earlier(named).checkpoint == "update-00000002"
+    restarts(monkeypatch, most=1, done=1)
+    assert find_earlier(named).checkpoint is None

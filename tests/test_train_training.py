@@ -1,0 +1,419 @@
+"""How a run ends: on an edge between two updates, saved there, and with nothing lost or twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jobs import (
+    Listener,
+    after_update,
+    built,
+    checkpoint_names,
+    differing,
+    largest_difference,
+    on_forward,
+    parameters,
+    resumed,
+    run,
+    saved,
+    tiny,
+    told,
+    write_own,
+)
+from ranks import run_ranks
+from wholebatch.errors import CheckpointError, JudgeError, RecordError
+from wholebatch.objective import counted_loss
+from wholebatch.record import Evaluation, UpdateRecord
+from wholebatch.report.output import OutputClosedError
+from wholebatch.resume import folder as disk
+from wholebatch.run_log import RunLog
+from wholebatch.run_reader import read_run
+from wholebatch.train import signals
+from wholebatch.train.config import TrainConfig, config_from_dict
+from wholebatch.train.job import JobResult, run_job
+from wholebatch.train.signals import Stop, stop_on_signal
+from wholebatch.train.training import MOST_SKIPS_IN_A_ROW
+from wholebatch.train.world import join_world
+
+# With dropout a run that was rolled back wrongly draws other numbers, and is seen to.
+DROPOUT = {"model": {"dropout": 0.2}, "run": {"evaluate_every_updates": 10}}
+
+
+def end_of(folder: Path) -> tuple[str | None, str | None]:
+    end = read_run(folder).end
+    return (None, None) if end is None else (end.reason, end.message)
+
+
+def goes_on_as_if_nothing_had_happened(folder: Path, config: TrainConfig, beside: Path) -> None:
+    """Resume the run, and compare it bit for bit with one that never ended."""
+    result, _, _ = resumed(folder)
+    assert result == JobResult(exit_code=0, folder=folder)
+    run(dataclasses.replace(config, run=dataclasses.replace(config.run, folder=str(beside))))
+    assert told(folder)[0] == told(beside)[0]
+    last = config.run.num_updates
+    assert differing(saved(folder, last), saved(beside, last)) == []
+
+
+# Ctrl-C and SIGTERM
+
+
+def test_the_first_ctrl_c_ends_after_a_whole_update(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", **DROPOUT)
+    job = built(config)
+    on_forward(job, 6, lambda: signal.raise_signal(signal.SIGINT))
+    found = signal.getsignal(signal.SIGINT)
+    display = Listener(config)
+    assert run_job(job, display) == JobResult(exit_code=130, folder=tmp_path / "run")
+    assert signal.getsignal(signal.SIGINT) is found
+    written = read_run(tmp_path / "run")
+    assert len(written.records) == 2
+    assert not written.torn_line
+    assert [e.updates_applied for e in written.evaluations] == [0, 2]
+    assert end_of(tmp_path / "run") == ("interrupted", "stopped from the keyboard")
+    assert checkpoint_names(tmp_path / "run")[-1] == "update-00000002"
+    how = f"Saved after 2 updates. To go on: wholebatch train --resume {tmp_path / 'run'}"
+    assert how in display.words.getvalue()
+    goes_on_as_if_nothing_had_happened(tmp_path / "run", config, tmp_path / "beside")
+
+
+def test_the_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", **DROPOUT)
+    job = built(config)
+
+    def interrupt_twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    on_forward(job, 10, interrupt_twice)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(job, Listener(config))
+    assert end_of(tmp_path / "run")[0] == "interrupted"
+    assert len(read_run(tmp_path / "run").records) == 2
+    goes_on_as_if_nothing_had_happened(tmp_path / "run", config, tmp_path / "beside")
+
+
+@pytest.mark.parametrize(("grace_s", "updates"), [(1e9, 3), (0.0, 2)])
+def test_sigterm_finishes_an_update_or_rolls_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace_s: float, updates: int
+) -> None:
+    # Where nobody handles it the signal would end the test run itself.
+    monkeypatch.setattr(signal, "SIGTERM", signal.SIGUSR1)
+    monkeypatch.setattr(signals, "GRACE_S", grace_s)
+    config = tiny(tmp_path / "run", **DROPOUT)
+    job = built(config)
+
+    def terminate() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # torchrun passes on what all have had already
+
+    on_forward(job, 10, terminate)  # in update 3
+    found = signal.getsignal(signal.SIGTERM)
+    assert run_job(job, Listener(config)) == JobResult(exit_code=143, folder=tmp_path / "run")
+    assert signal.getsignal(signal.SIGTERM) is found
+    written = read_run(tmp_path / "run")
+    assert [r.updates_attempted for r in written.records] == list(range(1, updates + 1))
+    assert [e.updates_applied for e in written.evaluations] == ([0, 3] if updates == 3 else [0])
+    assert checkpoint_names(tmp_path / "run")[-1] == f"update-{updates:08d}"
+    assert end_of(tmp_path / "run") == ("interrupted", "stopped by SIGTERM")
+    goes_on_as_if_nothing_had_happened(tmp_path / "run", config, tmp_path / "beside")
+
+
+def test_an_evaluation_is_left_where_sigterm_gives_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "SIGTERM", signal.SIGUSR1)
+    monkeypatch.setattr(signals, "GRACE_S", 0.0)
+    config = tiny(tmp_path / "run", model={"dropout": 0.2})  # evaluates after 2 updates
+    job = built(config)
+    on_forward(job, 6, lambda: signal.raise_signal(signal.SIGTERM), training=False)  # of 4 each
+    assert run_job(job, Listener(config)).exit_code == 143
+    written = read_run(tmp_path / "run")
+    assert len(written.records) == 2
+    assert [e.updates_applied for e in written.evaluations] == [0]
+    assert checkpoint_names(tmp_path / "run")[-1] == "update-00000002"
+    goes_on_as_if_nothing_had_happened(tmp_path / "run", config, tmp_path / "beside")
+
+
+def terminated_rank(rank: int, _n: int, tables: dict[str, Any], grace_s: float) -> int:
+    """Rank 1 alone gets the signal, in update 3."""
+    signals.GRACE_S = grace_s
+    config = config_from_dict(tables)
+    with join_world() as world:
+        job = built(config, world)
+        if rank == 1:
+            on_forward(job, 10 // 2, lambda: signal.raise_signal(signal.SIGTERM))
+        return run_job(job, Listener(config)).exit_code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("grace_s", "updates"), [(1e9, 3), (0.0, 2)])
+def test_ranks_leave_an_update_together(tmp_path: Path, grace_s: float, updates: int) -> None:
+    config = tiny(tmp_path / "run", **DROPOUT)
+    assert run_ranks(terminated_rank, 2, config.to_dict(), grace_s) == [143, 143]
+    assert len(read_run(tmp_path / "run").records) == updates
+    assert checkpoint_names(tmp_path / "run")[-1] == f"update-{updates:08d}"
+    assert end_of(tmp_path / "run") == ("interrupted", "stopped by SIGTERM")
+
+
+def interrupted_rank(rank: int, _n: int, tables: dict[str, Any]) -> int:
+    config = config_from_dict(tables)
+    act = after_update(2, lambda: signal.raise_signal(signal.SIGINT)) if rank == 1 else None
+    with join_world() as world:
+        return run_job(built(config, world), Listener(config, after=act)).exit_code
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_one_rank_ends_both_after_the_same_update(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run")
+    assert run_ranks(interrupted_rank, 2, config.to_dict()) == [130, 130]
+    assert len(read_run(tmp_path / "run").records) == 2
+
+
+def test_a_stop_is_in_a_hurry_only_some_time_after_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "monotonic", lambda: 105.5)
+    assert not Stop(asked=True).in_a_hurry
+    assert not Stop(asked=True).terminated
+    assert not Stop(asked=True, terminated_at=101.0).in_a_hurry
+    assert Stop(asked=True, terminated_at=100.0).in_a_hurry
+    with stop_on_signal() as stop:
+        assert (stop.asked, stop.terminated) == (False, False)
+
+
+# What is not a wish
+
+
+def test_a_closed_output_ends_the_run_as_interrupted_and_saved(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", **DROPOUT)
+
+    def close() -> None:
+        raise OutputClosedError("the output was closed before the end")
+
+    with pytest.raises(OutputClosedError):
+        run_job(built(config), Listener(config, after=after_update(3, close)))
+    assert len(read_run(tmp_path / "run").records) == 3
+    assert end_of(tmp_path / "run") == ("interrupted", "the output was closed before the end")
+    assert checkpoint_names(tmp_path / "run")[-1] == "update-00000003"
+    goes_on_as_if_nothing_had_happened(tmp_path / "run", config, tmp_path / "beside")
+
+
+def test_an_output_that_closes_in_an_evaluation_ends_after_the_next_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def close(_display: Listener, evaluation: Evaluation) -> None:
+        if evaluation.updates_applied == 2:
+            raise OutputClosedError("the output was closed before the end")
+
+    monkeypatch.setattr(Listener, "evaluated", close)
+    with pytest.raises(OutputClosedError):
+        run(tiny(tmp_path / "run"))
+    assert len(read_run(tmp_path / "run").records) == 3
+    assert checkpoint_names(tmp_path / "run")[-1] == "update-00000003"
+
+
+def nan_loss(output: Tensor, _batch: Any) -> tuple[Tensor, int]:
+    return output.sum() * math.nan, 1
+
+
+def test_a_loss_that_is_never_finite_ends_the_run(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", run={"num_updates": 50}, checkpoints={"every_updates": 50})
+    job = built(config)
+    objective = counted_loss(nan_loss, count=lambda _: 1)
+    job = dataclasses.replace(job, data=dataclasses.replace(job.data, objective=objective))
+    before = parameters(job)
+    display = Listener(config)
+    with pytest.raises(JudgeError, match=f"the last {MOST_SKIPS_IN_A_ROW} updates were all skipped"):
+        run_job(job, display)
+    written = read_run(tmp_path / "run")
+    assert {r.outcome for r in written.records} == {"skipped_nonfinite"}
+    assert len(written.records) == MOST_SKIPS_IN_A_ROW
+    assert end_of(tmp_path / "run")[0] == "failed"
+    assert largest_difference(parameters(job), before) == 0.0
+    assert "update 1 was skipped" in display.words.getvalue()
+    assert checkpoint_names(tmp_path / "run") == ["update-00000000", "update-00000010"]
+    assert saved(tmp_path / "run", 10)["rest.pt"]["plain"]["skips_in_a_row"] == MOST_SKIPS_IN_A_ROW
+
+
+def own_job(tmp_path: Path, **sections: dict[str, Any]) -> TrainConfig:
+    own = write_own(tmp_path)
+    data = {"source": f"{own}:data", "options": {"torn": str(tmp_path / "torn")}}
+    return tiny(tmp_path / "run", data=data | sections.pop("data", {}), **sections)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_read_leaves_a_run_that_goes_on(tmp_path: Path, workers: int) -> None:
+    config = own_job(tmp_path, **DROPOUT, data={"workers": workers})
+    job = built(config)
+    bad = job.order.global_batch(16)[5]  # in update 3, micro-batch 3
+    (tmp_path / "torn").write_text(str(bad))
+    display = Listener(config)
+    with pytest.raises(JudgeError, match=f"reading sample {bad} failed with ValueError.*{bad} is torn"):
+        run_job(job, display)
+    assert len(read_run(tmp_path / "run").records) == 2
+    assert checkpoint_names(tmp_path / "run")[-1] == "update-00000002"
+    assert end_of(tmp_path / "run")[0] == "failed"
+    assert "Saved after 2 updates. To go on: " in display.words.getvalue()
+    (tmp_path / "torn").unlink()
+    goes_on_as_if_nothing_had_happened(tmp_path / "run", config, tmp_path / "beside")
+
+
+@pytest.mark.parametrize(
+    ("m", "error", "advice"),
+    [
+        (
+            2,
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "memory ran out with 2 samples in a micro-batch; set batch.micro_batch_samples to 1, which "
+            "changes neither the global batch nor the update, or turn model.activation_checkpointing on",
+        ),
+        (4, torch.OutOfMemoryError("CUDA out of memory"), "4 samples in a micro-batch; set .* to 2, which"),
+        (1, MemoryError(), "ran out with 1 sample in a micro-batch; lower data.max_tokens_per_sample, or"),
+    ],
+)
+def test_where_memory_runs_out_the_advice_keeps_the_global_batch(
+    tmp_path: Path, m: int, error: Exception, advice: str
+) -> None:
+    config = tiny(tmp_path / "run", batch={"micro_batch_samples": m}, checkpoints={"every_updates": 50})
+    job = built(config)
+
+    def fail() -> None:
+        raise error
+
+    on_forward(job, 2 * 8 // m + 1, fail)  # the first of update 3
+    with pytest.raises(JudgeError, match=advice) as caught:
+        run_job(job, Listener(config))
+    assert caught.value.__cause__ is error
+    assert checkpoint_names(tmp_path / "run") == ["update-00000000", "update-00000002"]
+    if m == 2:
+        run(tiny(tmp_path / "beside"))
+        resumed(tmp_path / "run", "batch.micro_batch_samples=1")
+        digests = [
+            [r.sample_digest for r in read_run(tmp_path / name).records] for name in ("run", "beside")
+        ]
+        assert digests[0] == digests[1]
+
+
+def test_another_error_is_told_as_it_is(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run")
+    job = built(config)
+
+    def fail() -> None:
+        raise RuntimeError("shapes do not match")
+
+    on_forward(job, 5, fail)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        run_job(job, Listener(config))
+    assert checkpoint_names(tmp_path / "run")[-1] == "update-00000001"
+
+
+def full_after(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
+    """Let the disk be full after so many files of checkpoints."""
+    written = 0
+    real = disk.write_file
+
+    def write(path: Path, how: Any) -> dict[str, Any]:
+        nonlocal written
+        written += 1
+        if written > files:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, how)
+
+    monkeypatch.setattr(disk, "write_file", write)
+
+
+def test_a_checkpoint_that_finds_no_room_ends_the_run_with_those_before_intact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(tmp_path / "run", **DROPOUT)
+    with monkeypatch.context() as patched:
+        full_after(patched, 4 + 4 + 2)  # those of update 0 and 2, and half of those of update 4
+        display = Listener(config)
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            run_job(built(config), display)
+    assert caught.value.exit_code == 3
+    assert checkpoint_names(tmp_path / "run") == ["update-00000000", "update-00000002"]
+    assert "Saved after 2 updates. To go on: " in display.words.getvalue()
+    assert end_of(tmp_path / "run")[0] == "failed"
+    goes_on_as_if_nothing_had_happened(tmp_path / "run", config, tmp_path / "beside")
+
+
+def test_a_folder_that_takes_no_checkpoint_is_found_out_before_the_first_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_after(monkeypatch, 0)
+    config = tiny(tmp_path / "run")
+    display = Listener(config)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run_job(built(config), display)
+    assert read_run(tmp_path / "run").records == []
+    assert "There is no checkpoint of it, so it can't be gone on with" in display.words.getvalue()
+
+
+def test_an_update_that_failed_and_cannot_be_saved_says_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(tmp_path / "run")
+    job = built(config)
+
+    def fail() -> None:
+        full_after(monkeypatch, 0)
+        raise RuntimeError("shapes do not match")
+
+    on_forward(job, 5, fail)
+    with pytest.raises(RuntimeError, match="shapes do not match") as caught:
+        run_job(job, Listener(config))
+    assert "the run could not be saved either" in "".join(caught.value.__notes__)
+    assert checkpoint_names(tmp_path / "run") == ["update-00000000"]
+
+
+def test_records_that_do_not_reach_the_disk_get_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = RunLog.sync
+
+    def sync(log: RunLog) -> None:
+        if len(read_run(log.folder).records) == 2:
+            raise RecordError("the disk is full")
+        real(log)
+
+    monkeypatch.setattr(RunLog, "sync", sync)
+    with pytest.raises(RecordError, match="the disk is full"):
+        run(tiny(tmp_path / "run"))
+    assert checkpoint_names(tmp_path / "run") == ["update-00000000"]
+
+
+def unwritten_rank(rank: int, _n: int, tables: dict[str, Any], what: str) -> None:
+    """The leading rank can't write a record after update 2, or the evaluation there."""
+    real: Callable[[RunLog, Any], None] = getattr(RunLog, what)
+
+    def write(log: RunLog, line: UpdateRecord | Evaluation) -> None:
+        assert rank == 0
+        if line.updates_applied == 2:
+            raise RecordError("records.jsonl can't be written: no room")
+        real(log, line)
+
+    setattr(RunLog, what, write)
+    config = config_from_dict(tables)
+    with join_world() as world:
+        run_job(built(config, world), Listener(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "other"), [("write", "RecordError"), ("write_evaluation", "JudgeError")])
+def test_a_log_that_cannot_be_written_ends_both_ranks(tmp_path: Path, what: str, other: str) -> None:
+    tables = tiny(tmp_path / "run").to_dict()
+    first, second = run_ranks(unwritten_rank, 2, tables, what, timeout_s=40, expect="outcomes")
+    assert first[:2] == ("error", "RecordError")
+    assert second[:2] == ("error", other)
+    assert "no room" in first[2]
+    assert checkpoint_names(tmp_path / "run") == ["update-00000000"]

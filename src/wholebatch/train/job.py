@@ -80,6 +80,8 @@ def run_job(
     with stop_on_signal() as stop:
         training = Training(job, _checkpoints(job, folder, earlier), display, stop)
         found = _load(training, earlier)
+        if earlier is not None:
+            training.evaluated_at_start = earlier.evaluated_at_start
         with _log(job, folder, proof, command, earlier, found) as log:
             training.log = log
             display.say(f"Records go to {folder}" if earlier is None else _where(folder, training))

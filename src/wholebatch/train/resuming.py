@@ -29,6 +29,7 @@ class Earlier:
         latest_settings: the same with what was changed by one that was cut short before its first update.
         checkpoint: name of the one to go on from; None for the newest.
         num_records: updates that it has recorded.
+        evaluated_at_start: splits whose loss before the first update it has recorded.
     """
 
     folder: Path
@@ -36,6 +37,7 @@ class Earlier:
     latest_settings: Mapping[str, Any]
     checkpoint: str | None
     num_records: int
+    evaluated_at_start: frozenset[str] = frozenset()
 
 
 def find_earlier(named: Path) -> Earlier:
@@ -62,6 +64,7 @@ def find_earlier(named: Path) -> Earlier:
         latest_settings=_settings_after(run, len(run.resumptions)),
         checkpoint=checkpoint,
         num_records=len(run.records),
+        evaluated_at_start=frozenset(e.split for e in run.evaluations if e.samples_consumed == 0),
     )
 
 

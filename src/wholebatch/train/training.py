@@ -52,6 +52,7 @@ class Training:
         self.window = make_window(job)
         self.average = make_average(job.model.module, job.config.average)
         self.log: RunLog | None = None
+        self.evaluated_at_start: frozenset[str] = frozenset()  # splits recorded so by an earlier try
         self._checkpoints = checkpoints
         self._display = display
         self._stop = stop
@@ -212,7 +213,8 @@ class Training:
             self.job, self.window.counters, split=split, leave=lambda: self._stop.in_a_hurry
         )
         if found is not None:
-            if self.log is not None:
+            recorded = self.updates_attempted == 0 and split in self.evaluated_at_start
+            if self.log is not None and not recorded:
                 self.log.write_evaluation(found)
             self._show(lambda: self._display.evaluated(found))
         return found

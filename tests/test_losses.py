@@ -189,3 +189,20 @@ def test_a_loss_of_your_own() -> None:
 def test_what_does_not_fit_is_refused_with_its_shapes(act: Any, message: str) -> None:
     with pytest.raises(ObjectiveError, match=message):
         act()
+
+
+def test_labels_are_counted_again_only_where_they_are_others_or_were_written() -> None:
+    objective = next_token_loss()
+    labels = torch.tensor([[1, 2, 3, -100]])
+    batch = {"labels": labels}
+    logits = torch.zeros(1, 4, 5)
+    assert objective.count(batch) == {"loss": 2}
+    assert objective(logits, batch).num_items == 2
+    labels[0, 3] = 4
+    assert objective(logits, batch).num_items == 3, "written since"
+    assert objective(logits, {"labels": torch.tensor([[1, 2, -100, -100]])}).num_items == 1, "others"
+    with torch.inference_mode():
+        unversioned = torch.tensor([[1, 2]])
+        assert objective.count({"labels": unversioned}) == {"loss": 1}
+        unversioned[0, 1] = -100
+        assert objective.count({"labels": unversioned}) == {"loss": 0}, "writes are not counted here"

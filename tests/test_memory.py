@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wholebatch import memory
-from wholebatch.memory import peak_memory_bytes
+from wholebatch.memory import ASK_EVERY_S, PeakMemory, peak_memory_bytes
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="counts the accelerator's memory there")
@@ -50,3 +50,13 @@ def test_none_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(memory, "resource", None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert peak_memory_bytes() is None
+
+
+def test_the_system_is_asked_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, peaks = [100.0], iter([1, 2])
+    monkeypatch.setattr(memory, "monotonic", lambda: now[0])
+    monkeypatch.setattr(memory, "peak_memory_bytes", lambda: next(peaks))
+    peak = PeakMemory()
+    assert [peak.read(), peak.read()] == [1, 1]
+    now[0] += ASK_EVERY_S
+    assert [peak.read(), peak.read()] == [2, 2]

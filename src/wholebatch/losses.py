@@ -5,10 +5,10 @@ What each counts as an item is the first thing its docstring says.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -171,7 +171,8 @@ def _labels(batch: Any, selector: Selector, name: str) -> Tensor:
     found = _select(batch, selector, name)
     if found.is_floating_point() or found.dtype == torch.bool:
         raise ObjectiveError(f"{name} takes integer labels, got {found.dtype} of shape {list(found.shape)}")
-    return found.long()  # in a narrower dtype an ignore_index of -100 would wrap
+    # in a narrower dtype an ignore_index of -100 would wrap
+    return found if found.dtype == torch.int64 else found.long()
 
 
 def _select(batch: Any, selector: Selector, name: str) -> Tensor:
@@ -189,6 +190,31 @@ def _select(batch: Any, selector: Selector, name: str) -> Tensor:
     if not isinstance(found, Tensor):
         raise ObjectiveError(f"{name} found a {type(found).__name__} at {selector!r}; it needs a tensor")
     return found
+
+
+class _Counted:
+    """The items of labels that were counted and that nobody has written since.
+
+    The window counts ahead of the forward, and the loss says afterwards what it summed. The same tensor,
+    unwritten (``Tensor._version``), need not be counted twice; another one, or a changed one, is.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Number]] = {}
+
+    def of(self, labels: Tensor, count: Callable[[], Number]) -> Number:
+        """The number of ``labels``; ``count()`` where it is not known."""
+        key = id(labels)
+        known = self._known.get(key)
+        if known is not None and known[0]() is labels and known[1] == labels._version:
+            return known[2]
+        number = count()
+        if isinstance(number, Tensor) and number.device.type == "cpu":
+            number = number.item()  # once, here, and not each time that somebody asks
+        if not labels.is_inference():  # torch does not count the writes of those
+            gone = weakref.ref(labels, lambda _: self._known.pop(key, None))
+            self._known[key] = (gone, labels._version, number)
+        return number
 
 
 def _logits(output: Any) -> Tensor:
@@ -213,9 +239,12 @@ def _cross_entropy(
     if not 0.0 <= label_smoothing < 1.0:
         raise ObjectiveError(f"{name}(label_smoothing={label_smoothing!r}) is not in [0, 1)")
 
-    def number(wanted: Tensor) -> Number:
-        if class_weights is None and type(wanted) is Tensor and wanted.device.type == "cpu":
-            return int(np.count_nonzero(wanted.numpy() != ignore_index))  # a third of torch's time
+    known = _Counted()
+
+    def number(labels: Tensor) -> Number:
+        return known.of(labels, lambda: count(labels[:, 1:] if shift else labels))
+
+    def count(wanted: Tensor) -> Number:
         counts = wanted != ignore_index
         if class_weights is None:
             return counts.sum()
@@ -225,7 +254,8 @@ def _cross_entropy(
 
     def loss(output: Any, batch: Any) -> tuple[Tensor, Number]:
         logits = _logits(output)
-        wanted = find(batch).to(logits.device, non_blocking=True)
+        labels = find(batch)
+        wanted = labels.to(logits.device, non_blocking=True)
         if logits.shape[:-1] != wanted.shape:
             raise ObjectiveError(
                 f"{name}: logits of shape {list(logits.shape)} do not fit labels of shape "
@@ -236,7 +266,7 @@ def _cross_entropy(
             raise ObjectiveError(
                 f"{name}: {weights.numel()} class weights do not fit logits of {logits.shape[-1]} classes"
             )
-        items = number(wanted[:, 1:] if shift else wanted)
+        items = number(labels)
         if shift:
             # Shift the labels, not the logits: a slice of the logits would copy the largest tensor here.
             wanted = F.pad(wanted[:, 1:], (0, 1), value=ignore_index)
@@ -253,7 +283,7 @@ def _cross_entropy(
     return SummedLoss(
         name=name,
         loss=loss,
-        items=lambda batch: number(find(batch)[:, 1:] if shift else find(batch)),
+        items=lambda batch: number(find(batch)),
         forward_positions=lambda batch: find(batch).numel(),
     )
 

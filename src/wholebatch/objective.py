@@ -236,7 +236,7 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
     if isinstance(items, Tensor) and items.numel() != 1:
         raise ObjectiveError(f"{name} gave num_items of shape {list(items.shape)}; give one number")
     if isinstance(items, Tensor):
-        return _CheckedLossSum(loss_sum, items.detach())
+        return _CheckedLossSum(loss_sum, items.detach() if items.requires_grad else items)
     number: Any = items
     if isinstance(items, bool) or not isinstance(items, Real) or not -(2**53) <= number <= 2**53:
         raise ObjectiveError(f"{name} gave num_items={items!r}; give a number of items, below 2^53")

@@ -145,5 +145,5 @@ def without_graph(loss: LossSum) -> LossSum:
     """
     held = loss.loss_sum
     if held.grad_fn is not None and held._base is None:
-        held.detach_()
+        return LossSum(held.detach_(), loss.num_items)
     return LossSum(held.detach(), loss.num_items)

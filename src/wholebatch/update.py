@@ -33,7 +33,7 @@ from wholebatch.errors import (
 )
 from wholebatch.finish import Finish
 from wholebatch.gradients import clear_gradients, gradients_of
-from wholebatch.memory import peak_memory_bytes
+from wholebatch.memory import PeakMemory
 from wholebatch.objective import LossFunction, LossSum, Number, Objective, as_loss_sum
 from wholebatch.plan import BatchPlan
 from wholebatch.ranks.agreement import Agreement, PendingExchange
@@ -75,6 +75,7 @@ class WindowParts:
     settings: str
     terms: tuple[str, ...]
     counters: Counters = field(default_factory=Counters)
+    peak_memory: PeakMemory = field(default_factory=PeakMemory)
     provisional_items: float | None = None
     poisoned: str | None = None
     open_update: Update | None = None
@@ -412,7 +413,7 @@ class Update:
             norm=reading.norm,
             losses=tuple(rows[:held]),
             items=tuple(rows[held:]),
-            peak_memory_bytes=peak_memory_bytes() or 0,
+            peak_memory_bytes=window.peak_memory.read() or 0,
         )
         problem = self._problem(result)
         pending = window.agreement.exchange(

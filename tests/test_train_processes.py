@@ -1,7 +1,9 @@
-"""The training job as a user starts it: a process of its own, one or several ranks, and Ctrl-C."""
+"""The training job as a user starts it: one process or several, Ctrl-C, restarts, a model folder."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from jobs import write_own
 from runs import write_tiny
 from wholebatch.run_reader import read_run
 
@@ -143,3 +146,83 @@ def test_ctrl_c_leaves_a_readable_run(config: Path, tmp_path: Path, ranks: int) 
         assert "Interrupted between two updates; the records are complete up to there." in output
         assert f"Saved after {len(run.records)} updates. To go on: wholebatch train --resume run" in output
         assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("bomb", [True, False])
+def test_a_killed_rank_is_restarted_and_no_update_is_lost_or_twice(tmp_path: Path, bomb: bool) -> None:
+    own = write_own(tmp_path)
+    write_tiny(
+        tmp_path,
+        data={"source": f"{own}:data"},
+        model={"source": f"{own}:model", "options": {"deadly": 6}, "layers": 0, "width": 0, "heads": 0},
+        run={"num_updates": 4, "folder": "run"},
+    )
+    if bomb:
+        (tmp_path / "bomb").touch()  # rank 1 dies in update 3; each rank has two forwards in an update
+    start = [*TWO_RANKS[:6], "--max-restarts", "1", *TWO_RANKS[6:], "tiny.toml"]
+    result = finish(start, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "bomb").exists()
+    run = read_run(tmp_path / "run")
+    assert [r.updates_attempted for r in run.records] == [1, 2, 3, 4]
+    assert sum(r.samples for r in run.records) == 32
+    assert len({r.sample_digest for r in run.records}) == 4
+    assert [e.updates_applied for e in run.evaluations] == [0, 2, 4]
+    assert run.end is not None
+    assert run.end.reason == "done"
+    assert [each.updates_attempted for each in run.resumptions] == ([2] if bomb else [])
+    assert result.stdout.count("Going on with run after 2 updates, 16 samples.") == bomb
+
+
+def test_restarts_need_a_folder(config: Path, tmp_path: Path) -> None:
+    result = finish([*TWO_RANKS[:6], "--max-restarts", "1", *TWO_RANKS[6:], str(config)], tmp_path)
+    assert result.returncode == 1
+    assert "torchrun --max-restarts=1 may start this job again, and with run.folder empty" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+MAKE_LLAMA = """
+import sys
+from pathlib import Path
+from test_train_data_tokens import build
+from tiny_models import save_folder
+folder = Path(sys.argv[1])
+save_folder("llama", folder)
+build(folder, eos_token="</s>", pad_token="<pad>")
+"""
+
+
+def test_a_model_folder_is_trained_from_the_command_line_alone(tmp_path: Path) -> None:
+    """A tiny Llama with adapters, on prompts and completions; then gone on with; then loaded."""
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    # In a process of its own, because transformers leaves a thread behind that shows progress.
+    made = finish([sys.executable, "-c", MAKE_LLAMA, str(tmp_path / "llama")], Path(__file__).parent)
+    assert made.returncode == 0, made.stderr
+    words = ["one", "two", "three", "four", "five", "six"]
+    rows = [
+        {"prompt": f"{a} {b}", "completion": " ".join(words[n % 5 : n % 5 + 2])}
+        for n, (a, b) in enumerate(itertools.product(words, words))
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = settings(
+        *("data.source=jsonl", 'data.files=["rows.jsonl"]', "data.tokenizer=llama", "model.source=llama"),
+        *("data.max_tokens_per_sample=16", "lora.rank=4", "batch.global_batch_samples=8"),
+        *("batch.micro_batch_samples=2", "data.held_out_one_in=3", "optimizer.learning_rate=0.01"),
+        *("run.folder=run", "run.num_updates=3", "run.print_every_updates=1"),
+    )
+    result = finish([*ONE_RANK, *changes], tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "4 micro-batches make the update of the big batch" in result.stdout
+    assert "of them frozen, in float32" in result.stdout
+    again = finish([*ONE_RANK, "--resume", "run", *settings("run.num_updates=5")], tmp_path)
+    assert again.returncode == 0, again.stderr
+    run = read_run(tmp_path / "run")
+    assert [r.updates_attempted for r in run.records] == [1, 2, 3, 4, 5]
+    assert run.evaluations[-1].loss_per_item < run.evaluations[0].loss_per_item
+    folder = tmp_path / "run" / "model"
+    assert (folder / "adapter_config.json").is_file()
+    assert (folder / "tokenizer.json").is_file()
+    trained = load_file(folder / "adapter_model.safetensors")
+    assert any(value.abs().max() > 0 for name, value in trained.items() if "lora_B" in name)

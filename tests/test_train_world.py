@@ -99,3 +99,12 @@ def test_the_command_is_read_without_torch() -> None:
     """Else the setting would come too late."""
     code = "import sys, wholebatch.train.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_only_a_restart_on_one_machine_meets_at_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is shown by ``test_train_processes``, where a rank is killed and torchrun restarts it."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for restarts, machines in (("0", "1"), ("1", "2")):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
+        assert world_module._store_of_this_start() == {}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.errors import JudgeError, RecordError
@@ -90,12 +91,33 @@ def join_world() -> Iterator[World]:
         return
     found_threads = torch.get_num_threads()
     torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    dist.init_process_group(_backend(device))
+    dist.init_process_group(_backend(device), **_store_of_this_start())
     try:
         yield World(rank=dist.get_rank(), ranks=dist.get_world_size(), device=device)
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(found_threads)
+
+
+def _store_of_this_start() -> dict[str, Any]:
+    """Where the ranks meet, apart from where they met before torchrun restarted them.
+
+    torch 2.13 gives a restart the store of the start before, with the addresses of processes that are
+    gone in it (pytorch issue 135712). Of several machines each counts its own restarts (pytorch issue
+    108158), so nothing can be done here for those; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 does it there.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts == "0" or not shared or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    ranks = int(os.environ["WORLD_SIZE"])
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    found = TCPStore(*place, ranks, is_master=False)
+    return {
+        "store": PrefixStore(f"restart-{restarts}", found),
+        "rank": int(os.environ["RANK"]),
+        "world_size": ranks,
+    }
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wholebatch.train.model import GPT, GPTShape
+from wholebatch.train.models.gpt import GPT, GPTShape
 
 CLIP_GRAD_NORM = 1.0
 LEARNING_RATE = 1e-3

@@ -14,8 +14,10 @@ from wholebatch.finish import per_update
 from wholebatch.losses import next_token_loss
 from wholebatch.order import SampleOrder
 from wholebatch.plan import plan_batch
-from wholebatch.train.data import VOCABULARY, collate, load_text
-from wholebatch.train.model import GPT, GPTShape
+from wholebatch.train.config import config_from_dict
+from wholebatch.train.data import VOCABULARY, load_data
+from wholebatch.train.loading import micro_batch
+from wholebatch.train.models.gpt import GPT, GPTShape
 from wholebatch.window import UpdateWindow
 
 UPDATES = 20
@@ -25,7 +27,7 @@ LAYOUTS = [(16, 1, 1), (4, 4, 1), (2, 8, 1), (4, 2, 2), (1, 16, 1)]
 
 def train(rank: int, ranks: int, micro_batch_samples: int, dtype: torch.dtype) -> dict[str, Any]:
     """Train from the same start over the same order; return parameters, losses and digests."""
-    data = load_text(max_tokens_per_sample=64, held_out_one_in=10)
+    data = load_data(config_from_dict({"data": {"max_tokens_per_sample": 64}}))
     torch.manual_seed(0)
     shape = GPTShape(vocabulary=VOCABULARY, max_tokens=64, width=32, layers=2, heads=2, dropout=0.0)
     model = GPT(shape).to(dtype)
@@ -54,7 +56,9 @@ def train(rank: int, ranks: int, micro_batch_samples: int, dtype: torch.dtype) -
             replicas=ranks,
             replica=rank,
         )
-        batches = [collate(data.train, ids) for ids in ids_by_micro_batch]
+        batches = [
+            micro_batch(data.train, data.collate, ids, epoch=0, seed=0) for ids in ids_by_micro_batch
+        ]
         records.append(window.run(batches, lambda m, b: objective(m(b["input_ids"]), b)))
     assert {(r.micro_batches, r.samples) for r in records} == {(plan.micro_batches_per_update, 16)}
     return {

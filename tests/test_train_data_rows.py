@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from wholebatch.errors import UsageError
-from wholebatch.train.data import BEGIN, END, load_data, load_text
-from wholebatch.train.data.pydoc import is_held_out
+from wholebatch.train.data import BEGIN, END, load_data
+from wholebatch.train.data.pydoc import is_held_out, paragraphs
 from wholebatch.train.data.store import TokenSamples
 from wholebatch.train.material import JobData
 from wholebatch.train.settings import DataConfig, ObjectiveConfig, TrainConfig
@@ -53,14 +53,22 @@ def texts(samples: Any) -> list[str]:
 # pydoc -----------------------------------------------------------------------------------------------
 
 
-def test_pydoc_is_the_samples_and_the_split_that_it_was() -> None:
-    was = load_text(max_tokens_per_sample=256, held_out_one_in=10)
-    now = load_data(TrainConfig())
-    for side, samples in ((now.train, was.train), (now.held_out, was.held_out)):
-        assert tokens(side) == [sample.tolist() for sample in samples]
-    assert was.facts().items() <= now.facts.items() | {("split_rule", was.split_rule)}
-    assert (now.vocabulary, now.padding_id, now.num_labels) == (257, 0, None)
-    assert list(now.lengths or ()) == [len(sample) for sample in was.train]
+def test_pydoc_is_every_byte_of_every_paragraph_once() -> None:
+    """Real text: longer paragraphs are cut, and each side is whole paragraphs in their order."""
+    found = load_data(TrainConfig())
+    texts = list(paragraphs())
+    assert found.facts["paragraphs"] == len(texts) > 2000
+    for samples, held_out in ((found.train, False), (found.held_out, True)):
+        side = tokens(samples)
+        joined = b"".join(bytes(sample[1:]) for sample in side)
+        assert joined == "".join(text for text in texts if is_held_out(text, 10) is held_out).encode()
+        assert {sample[0] for sample in side} == {BEGIN}
+        assert max(map(len, side)) == 256
+        name = "held_out" if held_out else "train"
+        assert found.facts[f"{name}_samples"] == len(side)
+        assert found.facts[f"{name}_items"] == len(joined)
+    assert (found.vocabulary, found.padding_id, found.num_labels) == (257, 0, None)
+    assert list(found.lengths or ()) == [len(sample) for sample in tokens(found.train)]
 
 
 def test_settings_that_would_be_passed_over_are_refused() -> None:

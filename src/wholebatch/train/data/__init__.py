@@ -5,12 +5,7 @@ from wholebatch.train.data.pydoc import (
     BEGIN,
     IGNORED_LABEL,
     VOCABULARY,
-    TextData,
-    collate,
-    encode,
     is_held_out,
-    load_text,
-    num_items,
     paragraphs,
 )
 from wholebatch.train.data.tokens import END, MASK
@@ -21,12 +16,7 @@ __all__ = [
     "IGNORED_LABEL",
     "MASK",
     "VOCABULARY",
-    "TextData",
-    "collate",
-    "encode",
     "is_held_out",
     "load_data",
-    "load_text",
-    "num_items",
     "paragraphs",
 ]

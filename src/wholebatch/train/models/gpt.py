@@ -148,16 +148,6 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def decayed_apart(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two parameter groups for the optimizer: matrices decay, vectors (norms, biases) do not."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-
-
 def _at_last_token(x: Tensor, attention_mask: Tensor | None) -> Tensor:
     """The features at each sample's last real position; shape (samples, width)."""
     if attention_mask is None:

@@ -5,7 +5,6 @@ What each counts as an item is the first thing its docstring says.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,9 @@ from wholebatch.errors import ObjectiveError
 from wholebatch.objective import Number, SummedLoss
 
 Selector = str | int | Callable[[Any], Tensor]
+
+_NLL = torch.ops.aten.nll_loss_forward.default
+_SUM = 2  # its reduction
 
 
 def next_token_loss(
@@ -192,31 +194,6 @@ def _select(batch: Any, selector: Selector, name: str) -> Tensor:
     return found
 
 
-class _Counted:
-    """The items of labels that were counted and that nobody has written since.
-
-    The window counts ahead of the forward, and the loss says afterwards what it summed. The same tensor,
-    unwritten (``Tensor._version``), need not be counted twice; another one, or a changed one, is.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Number]] = {}
-
-    def of(self, labels: Tensor, count: Callable[[], Number]) -> Number:
-        """The number of ``labels``; ``count()`` where it is not known."""
-        key = id(labels)
-        known = self._known.get(key)
-        if known is not None and known[0]() is labels and known[1] == labels._version:
-            return known[2]
-        number = count()
-        if isinstance(number, Tensor) and number.device.type == "cpu":
-            number = number.item()  # once, here, and not each time that somebody asks
-        if not labels.is_inference():  # torch does not count the writes of those
-            gone = weakref.ref(labels, lambda _: self._known.pop(key, None))
-            self._known[key] = (gone, labels._version, number)
-        return number
-
-
 def _logits(output: Any) -> Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
@@ -239,12 +216,7 @@ def _cross_entropy(
     if not 0.0 <= label_smoothing < 1.0:
         raise ObjectiveError(f"{name}(label_smoothing={label_smoothing!r}) is not in [0, 1)")
 
-    known = _Counted()
-
-    def number(labels: Tensor) -> Number:
-        return known.of(labels, lambda: count(labels[:, 1:] if shift else labels))
-
-    def count(wanted: Tensor) -> Number:
+    def number(wanted: Tensor) -> Number:
         counts = wanted != ignore_index
         if class_weights is None:
             return counts.sum()
@@ -254,8 +226,7 @@ def _cross_entropy(
 
     def loss(output: Any, batch: Any) -> tuple[Tensor, Number]:
         logits = _logits(output)
-        labels = find(batch)
-        wanted = labels.to(logits.device, non_blocking=True)
+        wanted = find(batch).to(logits.device, non_blocking=True)
         if logits.shape[:-1] != wanted.shape:
             raise ObjectiveError(
                 f"{name}: logits of shape {list(logits.shape)} do not fit labels of shape "
@@ -266,24 +237,29 @@ def _cross_entropy(
             raise ObjectiveError(
                 f"{name}: {weights.numel()} class weights do not fit logits of {logits.shape[-1]} classes"
             )
-        items = number(labels)
         if shift:
             # Shift the labels, not the logits: a slice of the logits would copy the largest tensor here.
             wanted = F.pad(wanted[:, 1:], (0, 1), value=ignore_index)
+        rows, targets = logits.flatten(0, -2), wanted.flatten()
+        if weights is None and label_smoothing == 0.0:
+            # What F.cross_entropy does, with the number that the kernel has counted as it summed.
+            log_shares = F.log_softmax(rows, dim=-1)
+            summed, items = _NLL(log_shares, targets, None, _SUM, ignore_index)
+            return summed, items
         summed = F.cross_entropy(
-            logits.flatten(0, -2),
-            wanted.flatten(),
+            rows,
+            targets,
             weight=weights,
             ignore_index=ignore_index,
             reduction="sum",
             label_smoothing=label_smoothing,
         )
-        return summed, items
+        return summed, number(wanted)
 
     return SummedLoss(
         name=name,
         loss=loss,
-        items=lambda batch: number(find(batch)),
+        items=lambda batch: number(find(batch)[:, 1:] if shift else find(batch)),
         forward_positions=lambda batch: find(batch).numel(),
     )
 

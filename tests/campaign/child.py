@@ -1,0 +1,50 @@
+"""What runs in the processes of a trial: one job, begun or gone on with, whole or broken."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import warnings
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from campaign.cases import Fault
+from campaign.places import broken
+from wholebatch.train.config import config_from_dict
+from wholebatch.train.display import PlainDisplay
+from wholebatch.train.job import run_job
+from wholebatch.train.parts import build_job, check_settings
+from wholebatch.train.resuming import find_earlier, settings_of
+from wholebatch.train.world import join_world
+
+
+def run_one(
+    rank: int, _n: int, tables: dict[str, Any] | None, resume: str | None, faults: list[Fault], witness: str
+) -> int:
+    """Begin the run that ``tables`` set up, or go on with one, as ``wholebatch train`` does.
+
+    Returns:
+        The exit code of the job.
+    """
+    # As in a job of its own: there may be data workers, and they are forked, which takes the faults along.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.set_start_method("fork", force=True)
+    warnings.filterwarnings("ignore", message=".*an older checkpoint could not be removed")
+    earlier = None
+    if resume is not None:
+        earlier = find_earlier(Path(resume))
+        config = settings_of(earlier, [])
+    else:
+        assert tables is not None
+        config = config_from_dict(tables)
+    mine = [fault for fault in faults if fault.rank == rank]
+    with join_world() as world, broken(mine, Path(config.run.folder), Path(f"{witness}-{rank}")):
+        job = build_job(config, world, check_settings(config, world.ranks))
+        display = PlainDisplay(
+            Console(file=io.StringIO(), width=200),
+            num_updates=config.run.num_updates,
+            print_every_updates=1,
+        )
+        return run_job(job, display, command=["wholebatch", "train"], earlier=earlier).exit_code

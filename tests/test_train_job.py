@@ -109,6 +109,15 @@ def test_two_ranks_and_other_micro_batches_train_the_same(tmp_path: Path) -> Non
         assert mine.loss_per_item == pytest.approx(other.loss_per_item, rel=1e-12)
 
 
+def test_ranks_begin_with_the_same_parameters_and_draw_other_masks(tmp_path: Path) -> None:
+    begun = []
+    for rank in (0, 1):
+        job = built(tiny(tmp_path), World(rank=rank, ranks=2))
+        begun.append((parameters(job), torch.rand(3)))
+    assert largest_difference(begun[0][0], begun[1][0]) == 0.0
+    assert not torch.equal(begun[0][1], begun[1][1])
+
+
 def test_what_it_records(tmp_path: Path) -> None:
     _, job, display = run(tiny(tmp_path / "run"))
     written = read_run(tmp_path / "run")
@@ -153,6 +162,7 @@ def test_the_trained_model_and_its_average_can_be_loaded(tmp_path: Path) -> None
         loaded[name] = {key: p.detach() for key, p in module.named_parameters()}
     assert largest_difference(loaded["model"], parameters(job)) == 0.0
     assert largest_difference(loaded["model-average"], parameters(job)) > 1e-4
+    assert largest_difference(loaded["model-average"], parameters(built(config))) > 1e-4
     splits = [e.split for e in read_run(tmp_path / "run").evaluations]
     assert splits == ["held_out", "held_out_average"] * 3
 

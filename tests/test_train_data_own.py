@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from wholebatch.errors import JudgeError, UsageError
+from wholebatch.targets import find_target
 from wholebatch.train.data import load_data
 from wholebatch.train.data.pydoc import is_held_out
 from wholebatch.train.material import JobData
@@ -106,8 +107,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "mine.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     yield
-    for name in ("mine", "wholebatch_problem_mine"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("mine", None)
 
 
 def load(function: str, place: str = "mine.py", **data: Any) -> JobData:
@@ -125,7 +125,7 @@ def test_a_data_set_and_its_objective(place: str) -> None:
     assert (len(data.train), len(data.held_out)) == (60 - sum(out), sum(out))
     assert data.facts["options"] == {"num_samples": 60}
     assert data.facts["split_rule"] == "samples whose index has a BLAKE2b hash that is 0 modulo 3"
-    assert data.objective is sys.modules["mine" if place == "mine" else "wholebatch_problem_mine"].objective
+    assert data.objective is find_target(f"{place}:objective", what="the same"), "imported once"
     assert (data.vocabulary, data.num_labels, data.lengths) == (None, None, None)
     both = {id(side[index]) for side in (data.train, data.held_out) for index in range(len(side))}
     assert len(both) == 60, "every sample is on one side"

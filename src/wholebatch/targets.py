@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -64,8 +65,9 @@ def _import(place: str) -> ModuleType:
     if path.suffix == ".py":
         if not path.is_file():
             raise UsageError(f"there is no file {place}; give the path of a Python file, or module:name")
-        # A name of its own, so that a file called json.py does not take the place of another module.
-        name = f"wholebatch_problem_{path.stem}"
+        name = _module_name(path)
+        if name in sys.modules:  # two things of one file share its classes
+            return sys.modules[name]
         loader = importlib.machinery.SourceFileLoader(name, str(path))
         module = importlib.util.module_from_spec(
             importlib.machinery.ModuleSpec(name, loader, origin=str(path))
@@ -73,7 +75,11 @@ def _import(place: str) -> ModuleType:
         module.__file__ = str(path.resolve())
         with _importable_from(path.parent):
             sys.modules[name] = module  # dataclasses look their own module up there
-            guarded(lambda: loader.exec_module(module), f"importing {place} failed")
+            try:
+                guarded(lambda: loader.exec_module(module), f"importing {place} failed")
+            except BaseException:
+                del sys.modules[name]
+                raise
         return module
     with _importable_from(Path.cwd()):
         # Finding a module imports the packages that it is in.
@@ -81,6 +87,13 @@ def _import(place: str) -> ModuleType:
             raise UsageError(f"there is no module {place!r} here; give module:name, or file.py:name")
         imported: ModuleType = guarded(lambda: importlib.import_module(place), f"importing {place} failed")
         return imported
+
+
+def _module_name(path: Path) -> str:
+    """A name that no other file has, nor the same file once it is changed."""
+    found = path.stat()
+    mark = f"{path.resolve()}\n{found.st_mtime_ns}\n{found.st_size}"
+    return f"wholebatch_{path.stem}_{hashlib.blake2b(mark.encode(), digest_size=6).hexdigest()}"
 
 
 def _module_exists(name: str) -> bool:

@@ -27,8 +27,14 @@ CURVE_COLUMNS = 64
 _BESIDE = 0.02
 # Samples of two runs are of other sizes where their items differ by more than this.
 _OTHER_SIZE = 0.1
-# In the plan or of no consequence.
-_SETTINGS_TOLD_ELSEWHERE = {"folder", "name"}
+# Told as what they are, or of no consequence.
+_SETTINGS_TOLD_ELSEWHERE = {
+    "run.folder",
+    "run.seed",
+    "batch.global_batch_samples",
+    "batch.micro_batch_samples",
+    "batch.tail",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,10 +188,11 @@ def _differences(first: Run, second: Run) -> Iterator[Difference]:
     yield from _other_items(first, second)
     yield from facts("training", "seed: ", a.seeds, b.seeds, lambda _key: True)
     yield from facts("training", "model: ", a.model, b.model, no_vocabulary)
-    plan = {"global_batch_samples", "micro_batch_samples", "micro_batches_per_window", "tail", "seed"}
-    told = plan | _SETTINGS_TOLD_ELSEWHERE | set(a.seeds) | set(b.seeds)
     yield from facts(
-        "training", "", *settings, lambda key: no_vocabulary(key) and key.split(".")[-1] not in told
+        "training",
+        "",
+        *settings,
+        lambda key: no_vocabulary(key) and key not in _SETTINGS_TOLD_ELSEWHERE,
     )
     yield from differing("split", "precision", a.precision, b.precision)
     yield from differing(

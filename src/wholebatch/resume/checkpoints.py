@@ -226,8 +226,9 @@ class Checkpoints:
             # Every rank: where the folder is not shared, each may have made its own.
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        if together.leads:
-            disk.rotate(self.folder, path, keep_last=self._keep_last, keep_best=self._keep_best)
+        together.on_leader(
+            lambda: disk.rotate(self.folder, path, keep_last=self._keep_last, keep_best=self._keep_best)
+        )
         return path
 
     def load_parts(self, parts: TrainingParts, *, which: int | str | Path | None = None) -> Found:

@@ -53,7 +53,7 @@ def export_model(job_model: JobModel, folder: str | Path, *, tokenizer: str | Pa
         for path in part.iterdir():
             _sync(path)
         _replace(part, folder)
-    except OSError as error:
+    except Exception as error:  # torch, safetensors and transformers word a full disk each in their own way
         shutil.rmtree(part, ignore_errors=True)
         raise RecordError(f"the trained model can't be written to {folder}: {error}") from error
     return folder

@@ -31,7 +31,7 @@ test: lint
 
 # Every fault at every place under every layout, and the table of docs/faults.md; some minutes.
 faults: venv
-	$(BIN)/python tests/faults/campaign.py --all
+	cd tests && ../$(BIN)/python -m campaign --all
 
 # The window beside a hand-written loop and the peers; quiet machines only.
 benchmark: venv

@@ -15,7 +15,7 @@ from campaign.kinds import all_cases, sample_of_cases
 from campaign.table import BEGIN, END, table, write_into
 from campaign.trial import Bench, Verdict, damage, exit_code
 from house import ROOT
-from wholebatch.resume import folder as disk
+from wholebatch import checkpoint_folder as disk
 
 SAMPLE = sample_of_cases(26)
 # Which file is synced is told by Linux.

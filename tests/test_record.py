@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -266,6 +267,45 @@ def test_a_run_is_never_written_over_another(finished: Path) -> None:
     assert sorted((p.name, p.read_bytes()) for p in finished.iterdir()) == before
 
 
+class Killed(BaseException):
+    """What a kill is to a program: nothing after it happens."""
+
+
+@pytest.mark.parametrize("call", ["open", "fsync", "replace"])
+def test_a_header_that_was_cut_short_is_no_run_and_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os if call == "fsync" else Path, call, killed)
+        with pytest.raises(Killed):
+            RunLog(folder, a_header())
+    assert [path.name for path in folder.iterdir()] == ["header.json.unfinished"] * (call != "open")
+    assert used_folder(folder) is None
+    RunLog(folder, a_header()).close()
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("end.json", "evaluations.jsonl", "header.json", "records.jsonl"),
+    ]
+    assert read_run(folder).header.replicas == a_header().replicas
+
+
+def test_a_header_is_on_the_disk_before_the_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
+    log = RunLog(tmp_path / "runs" / "new", a_header())
+    names = [str(Path(name).relative_to(tmp_path)) for name in synced]
+    # The names of both new folders in theirs, the header under its first name, then that in its folder.
+    assert names == ["runs", ".", "runs/new/header.json.unfinished", "runs/new"]
+    log.close()
+
+
 def test_a_file_is_no_place_for_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "runs" / "new"):
@@ -349,11 +389,10 @@ def test_an_end_that_can_not_be_written_leaves_no_half_of_it(
 ) -> None:
     log = RunLog(tmp_path / "run", a_header())
 
-    def no_room(file: Path, text: str, **_: Any) -> int:
-        file.write_bytes(text[:5].encode())
+    def no_room(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", no_room)
+    monkeypatch.setattr(os, "fsync", no_room)
     with pytest.raises(RecordError, match=r"end\.json can't be written: No space left"):
         log.close()
     assert not list((tmp_path / "run").glob("end*"))

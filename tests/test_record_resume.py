@@ -129,8 +129,8 @@ def test_a_run_can_be_begun_again_from_nothing(interrupted: Path) -> None:
 def test_fewer_records_than_the_checkpoint_has_updates(interrupted: Path) -> None:
     before = contents(interrupted)
     message = (
-        f"{interrupted} has the records of 5 updates, and the checkpoint to go on from was made after "
-        "update 7: go on from one of at most 5 updates"
+        f"{interrupted} has the records of 5 updates, and the checkpoint to resume from was made after "
+        "update 7: resume from one of at most 5 updates"
     )
     with pytest.raises(RecordError, match=re.escape(message)):
         RunLog.resume(interrupted, a_resumption(7))
@@ -149,7 +149,7 @@ def test_records_out_of_order_are_not_gone_on_with(interrupted: Path) -> None:
     lines = (interrupted / "records.jsonl").read_text().splitlines(keepends=True)
     (interrupted / "records.jsonl").write_text("".join([lines[0], lines[0], *lines[2:]]))
     message = "record 2 is of update 1, where update 2 is due"
-    with pytest.raises(RecordError, match=rf"records\.jsonl can't be gone on with: {message}"):
+    with pytest.raises(RecordError, match=rf"records\.jsonl can't be resumed: {message}"):
         RunLog.resume(interrupted, a_resumption())
     assert read_run(interrupted).disorder == message, "it can still be looked at"
 
@@ -250,7 +250,7 @@ def test_sync_puts_every_file_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
     log.write(a_record())
     log.sync()
-    assert [Path(name).name for name in synced] == ["records.jsonl", "evaluations.jsonl"]
+    assert [Path(name).name for name in synced] == ["records.jsonl", "evaluations.jsonl", "run"]
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -258,6 +258,10 @@ def test_sync_puts_every_file_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RecordError, match=r"records\.jsonl can't be written: No space left"):
         log.sync()
+    monkeypatch.setattr(os, "fsync", lambda file: full(file) if os.path.isdir(file) else None)
+    with pytest.raises(RecordError, match=r"run can't be written: No space left"):
+        log.sync()
+    monkeypatch.undo()
     log.close()
     with pytest.raises(RecordError, match="is closed; nothing more can be written to it"):
         log.sync()

@@ -122,9 +122,9 @@ def test_a_gap_is_found_where_it_is(tmp_path: Path) -> None:
 def test_it_waits_for_a_run_in_an_empty_folder(tmp_path: Path) -> None:
     tail = RunTail(tmp_path)
     assert tail.poll() == (None, False)
-    (tmp_path / "header.json").write_text("")
+    (tmp_path / "header.json.unfinished").write_text('{"schema')
     assert tail.poll() == (None, False)
-    (tmp_path / "header.json").unlink()
+    assert RunTail(tmp_path).poll() == (None, False)
     RunLog(tmp_path, a_header()).close()
     assert updates_of(tail) == []
 

@@ -17,8 +17,9 @@ import torch
 
 from ranks import run_ranks
 from test_resume import assert_same, build, names
+from wholebatch import checkpoint_folder as folder
 from wholebatch.errors import CheckpointError, UsageError
-from wholebatch.resume import Checkpoints, folder
+from wholebatch.resume import Checkpoints
 
 # Every call through which a save reaches the disk.
 CALLS = ["fsync", "rename", "mkdir", "open"]

@@ -159,7 +159,7 @@ def test_a_planted_metadata_pickle_is_not_read(tmp_path):
     (path / "parts" / ".metadata").write_bytes(pickle.dumps(_Executed()))
     for words in run_ranks(load_after, 2, str(tmp_path)):
         assert "its file parts/.metadata is not in the manifest" in words
-    from wholebatch.resume import folder
+    from wholebatch import checkpoint_folder as folder
 
     forge(
         path,
@@ -225,5 +225,5 @@ def test_a_part_that_the_leading_rank_does_not_see_is_an_error(tmp_path):
 
 def test_without_safetensors_the_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(UsageError, match=r"written as safetensors; install the package safetensors"):
+    with pytest.raises(UsageError, match=r"hold in parts needs the package safetensors, .*\[hf\]"):
         need_safetensors()

@@ -32,11 +32,11 @@ from jobs import (
     write_own,
 )
 from ranks import run_ranks
+from wholebatch import checkpoint_folder as disk
 from wholebatch.errors import CheckpointError, JudgeError, RecordError
 from wholebatch.objective import counted_loss
 from wholebatch.record import Evaluation, UpdateRecord
 from wholebatch.report.output import OutputClosedError
-from wholebatch.resume import folder as disk
 from wholebatch.run_log import RunLog
 from wholebatch.run_reader import read_run
 from wholebatch.train import signals

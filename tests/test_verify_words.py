@@ -19,8 +19,8 @@ from wholebatch.errors import JudgeError, SplitError
 from wholebatch.losses import next_token_loss
 from wholebatch.report.verdict_text import render, shortened
 from wholebatch.verify import Verification, trial, verify_window
-from wholebatch.verify.whereabouts import place_of, told
 from wholebatch.verify.words import factor_text, number_of
+from wholebatch.whereabouts import place_of, told
 
 Batch = dict[str, Tensor]
 HERE = Path(__file__)

@@ -6,7 +6,7 @@ A run folder holds::
     records.jsonl       one UpdateRecord a line, in the order of the updates
     evaluations.jsonl   one Evaluation a line
     end.json            how the run ended; absent when it was killed or goes on
-    resumptions.jsonl   one Resumption a line, for every time that the run was gone on with
+    resumptions.jsonl   one Resumption a line, for every time that the run was resumed
     abandoned.jsonl     what was made after the checkpoint that a resumption came back to
 
 Everything here is plain data and imports no torch, so that a log can be read on any machine. Within
@@ -205,7 +205,7 @@ class RunEnd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumption:
-    """A run was gone on with, from the end of an update that a checkpoint holds.
+    """A run was resumed, from the end of an update that a checkpoint holds.
 
     Args:
         updates_attempted: attempted updates of the run at that checkpoint.

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from wholebatch.errors import RecordError
+from wholebatch.files import sync, write_whole
 from wholebatch.record import (
     END_FILE,
     EVALUATIONS_FILE,
@@ -23,6 +24,7 @@ from wholebatch.record import (
     UpdateRecord,
     json_text,
 )
+from wholebatch.run_reader import is_still_empty
 from wholebatch.run_resumption import come_back_to, not_written
 
 
@@ -43,20 +45,20 @@ class RunLog:
     def __init__(self, folder: str | Path, header: RunHeader) -> None:
         self.folder = Path(folder)
         self._files: dict[str, TextIO] = {}
-        header_text = json_text(header.to_dict(), indent=2)
+        header_text = json_text(header.to_dict(), indent=2) + "\n"
         refusal = used_folder(self.folder)
         if refusal is not None:
             raise RecordError(refusal)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / HEADER_FILE).write_text(header_text + "\n", encoding="utf-8")
+            _make_folder(self.folder)
+            write_whole(self.folder / HEADER_FILE, header_text.encode())
         except OSError as error:
             raise RecordError(f"run folder {self.folder} can't be written: {error.strerror}") from error
         self._open()
 
     @classmethod
     def resume(cls, folder: str | Path, resumption: Resumption) -> Self:
-        """Go on with the run of a folder, from the checkpoint that ``resumption`` describes.
+        """Resume the run of a folder, from the checkpoint that ``resumption`` describes.
 
         The records and evaluations made after that checkpoint are moved to ``abandoned.jsonl``, so
         that nothing counts twice, and a last line that was cut off goes with them; the end that the
@@ -65,7 +67,7 @@ class RunLog:
 
         Args:
             folder: the folder of the run. Nobody else may be writing to it.
-            resumption: where the run is gone on with, and how.
+            resumption: where the run is resumed, and how.
 
         Raises:
             RecordError: no run there or one that can't be read or written; fewer records than the
@@ -89,7 +91,7 @@ class RunLog:
         """Have what was written put on the disk itself, so that it outlives a crash of the machine.
 
         To be called before a checkpoint is written: a checkpoint of more updates than there are
-        records can't be gone on with.
+        records can't be resumed from.
 
         Raises:
             RecordError: a file is closed already, or can't be written.
@@ -102,6 +104,10 @@ class RunLog:
                 os.fsync(file.fileno())
             except OSError as error:
                 raise RecordError(not_written(self.folder / name, error)) from error
+        try:
+            sync(self.folder)  # the files were made since the header was put on the disk
+        except OSError as error:
+            raise RecordError(not_written(self.folder, error)) from error
 
     def close(self, reason: EndReason = "done", message: str | None = None) -> None:
         """Close the files and write how the run ended; a second call changes nothing.
@@ -124,7 +130,8 @@ class RunLog:
         if refusals and reason == "done":
             reason, message = "failed", refusals[0]
         try:
-            self._write_end(RunEnd(reason=reason, message=message))
+            end = json_text(RunEnd(reason=reason, message=message).to_dict(), indent=2) + "\n"
+            write_whole(self.folder / END_FILE, end.encode())
         except OSError as error:
             refusals.append(not_written(self.folder / END_FILE, error))
         if refusals:
@@ -154,17 +161,6 @@ class RunLog:
                     file.close()
                 raise RecordError(not_written(self.folder / name, error)) from error
 
-    def _write_end(self, end: RunEnd) -> None:
-        """Under another name first, so that a full disk or a crash leaves no half of an end."""
-        unfinished = self.folder / f"{END_FILE}.unfinished"
-        try:
-            unfinished.write_text(json_text(end.to_dict(), indent=2) + "\n", encoding="utf-8")
-            unfinished.replace(self.folder / END_FILE)
-        except OSError:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-            raise
-
     def _append(self, name: str, data: dict[str, Any]) -> None:
         if name not in self._files:
             raise RecordError(f"run folder {self.folder} is closed; nothing more can be written to {name}")
@@ -176,13 +172,21 @@ class RunLog:
             raise RecordError(not_written(self.folder / name, error)) from error
 
 
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it, and put the name of each on the disk."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync(each.parent)
+
+
 def used_folder(folder: str | Path) -> str | None:
     """Why no run can be written to a folder: it holds files, or is one. None where one can."""
     folder = Path(folder)
     there = next(each for each in (folder, *folder.parents, Path()) if each.exists())
     if not there.is_dir():
         return f"run folder {folder} can't be written: {there} is a file, not a folder; give another name"
-    if there != folder or not any(folder.iterdir()):
+    if there != folder or is_still_empty(folder):
         return None
     return (
         f"run folder {folder} holds files already; a run is never written over another: "

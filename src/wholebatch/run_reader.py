@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from wholebatch.errors import RecordError
+from wholebatch.files import UNFINISHED
 from wholebatch.record import (
     END_FILE,
     EVALUATIONS_FILE,
@@ -45,7 +46,7 @@ class Run:
         end: how it ended; None when it was killed or is still going, or its file is torn.
         torn_line: True when the last line of a file, or the end, was cut off in the middle and left
             out.
-        resumptions: the times that it was gone on with, in order.
+        resumptions: the times that it was resumed, in order.
         disorder: where the updates of the records do not run 1, 2, 3 and so on, in words; None where
             they do. Totals of such records can't be trusted.
     """
@@ -147,6 +148,11 @@ def read_all(kind: type[T], path: Path) -> tuple[list[T], bool]:
     lines = parsed_lines(path, bytes_of(path) if path.is_file() else b"")
     built = [None if data is None else build(kind, data, where) for data, where in lines]
     return [each for each in built if each is not None], None in built
+
+
+def is_still_empty(folder: Path) -> bool:
+    """Whether a folder has nothing in it, but for a header that a crash has left unfinished."""
+    return {each.name for each in folder.iterdir()} <= {f"{HEADER_FILE}{UNFINISHED}"}
 
 
 def read_header(path: Path) -> RunHeader:

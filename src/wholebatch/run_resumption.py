@@ -1,4 +1,4 @@
-"""Brings a run folder back to the update that a checkpoint holds, so that a run can be gone on with.
+"""Brings a run folder back to the update that a checkpoint holds, so that a run can be resumed.
 
 Every file is written under another name, put on the disk and renamed, in an order in which a crash
 loses nothing: first what is moved away is added to ``abandoned.jsonl``, then it is taken out of the
@@ -7,14 +7,13 @@ records and evaluations, then the resumption is written down, and the old end go
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from wholebatch.errors import RecordError
+from wholebatch.files import sync, write_whole
 from wholebatch.record import (
     ABANDONED_FILE,
     END_FILE,
@@ -33,7 +32,7 @@ def come_back_to(folder: Path, resumption: Resumption) -> None:
 
     Args:
         folder: of a run that nobody is writing.
-        resumption: where the run is gone on with.
+        resumption: where the run is resumed.
 
     Raises:
         RecordError: see ``RunLog.resume``.
@@ -75,12 +74,12 @@ def _refuse_other_records(run: Run, resumption: Resumption) -> None:
     updates = resumption.updates_attempted
     if len(run.records) < updates:
         raise RecordError(
-            f"{run.folder} has the records of {len(run.records)} updates, and the checkpoint to go on from "
-            f"was made after update {updates}: go on from one of at most {len(run.records)} updates"
+            f"{run.folder} has the records of {len(run.records)} updates, and the checkpoint to resume "
+            f"from was made after update {updates}: resume from one of at most {len(run.records)} updates"
         )
     kept = run.records[:updates]
     if problem := broken_order(kept):
-        raise RecordError(f"{run.folder / RECORDS_FILE} can't be gone on with: {problem}")
+        raise RecordError(f"{run.folder / RECORDS_FILE} can't be resumed: {problem}")
     samples = sum(r.samples for r in kept)
     if samples != resumption.samples:
         raise RecordError(
@@ -132,32 +131,15 @@ def _lines(entries: list[dict[str, Any]]) -> bytes:
 
 
 def _replace_file(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-        _sync_folder(path.parent)
+        write_whole(path, content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
         raise RecordError(not_written(path, error)) from error
 
 
 def _remove_end(folder: Path) -> None:
     try:
         (folder / END_FILE).unlink(missing_ok=True)
-        _sync_folder(folder)
+        sync(folder)
     except OSError as error:
         raise RecordError(f"{folder / END_FILE} can't be removed: {error.strerror}") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk: a rename alone may be lost when the machine fails."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

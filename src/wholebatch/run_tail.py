@@ -18,13 +18,22 @@ from wholebatch.record import (
     Resumption,
     UpdateRecord,
 )
-from wholebatch.run_reader import Run, T, broken_order, build, parsed_lines, read_end, read_header
+from wholebatch.run_reader import (
+    Run,
+    T,
+    broken_order,
+    build,
+    is_still_empty,
+    parsed_lines,
+    read_end,
+    read_header,
+)
 
 
 class RunTail:
     """What a run has written so far.
 
-    A run that is gone on with replaces its files; then they are read again from their start.
+    A run that is resumed replaces its files; then they are read again from their start.
 
     Args:
         folder: of the run; it may still be empty.
@@ -41,7 +50,7 @@ class RunTail:
         self._run: Run | None = None
         if not folder.is_dir():
             raise RecordError(f"no folder {folder} to follow a run in; start the run first")
-        if not (folder / HEADER_FILE).is_file() and any(folder.iterdir()):
+        if not is_still_empty(folder) and not (folder / HEADER_FILE).is_file():
             raise RecordError(f"no run in {folder}: it has no {HEADER_FILE}; give the folder of a run")
 
     def poll(self) -> tuple[Run | None, bool]:
@@ -75,7 +84,7 @@ class RunTail:
 
     def _begun(self) -> Run | None:
         path = self.folder / HEADER_FILE
-        if not path.is_file() or not path.stat().st_size:  # about to be written
+        if not path.is_file():  # about to be written
             return None
         return Run(
             folder=self.folder,

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
-from wholebatch.verify.whereabouts import told
+from wholebatch.whereabouts import told
 
 
 def find_target(target: str, *, what: str) -> Any:

@@ -24,9 +24,9 @@ import torch
 
 from campaign.cases import Fault
 from campaign.rows import Texts
+from wholebatch.checkpoint_folder import DigestingFile
 from wholebatch.finish import Finish
 from wholebatch.resume.checkpoints import Checkpoints
-from wholebatch.resume.folder import DigestingFile
 from wholebatch.run_log import RunLog
 from wholebatch.train import evaluate, job, signals, training
 from wholebatch.train.data.store import TokenSamples

@@ -17,9 +17,9 @@ import torch
 from campaign.cases import NUM_UPDATES, Case, Fault
 from campaign.child import run_one
 from ranks import RanksTimeoutError, run_ranks
+from wholebatch import checkpoint_folder as disk
 from wholebatch import errors
 from wholebatch.record import HEADER_FILE
-from wholebatch.resume import folder as disk
 from wholebatch.run_reader import Run, read_run
 
 TIMEOUT_S = 90.0

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from wholebatch import checkpoint_folder as disk
+from wholebatch.checkpoint_folder import CheckpointFacts, DamageError
 from wholebatch.errors import (
     CheckpointError,
     PoisonedWindowError,
@@ -29,8 +31,8 @@ from wholebatch.errors import (
     WindowUsageError,
 )
 from wholebatch.gradients import own_parameters
+from wholebatch.ranks.together import Together
 from wholebatch.replay import RandomState
-from wholebatch.resume import folder as disk
 from wholebatch.resume.contents import (
     Contents,
     TrainingParts,
@@ -40,10 +42,8 @@ from wholebatch.resume.contents import (
     take,
     targets_apart,
 )
-from wholebatch.resume.folder import CheckpointFacts, DamageError
 from wholebatch.resume.randomness import packed, restore
 from wholebatch.resume.sharded import facts_of_parts, need_safetensors, read_apart, write_apart
-from wholebatch.resume.together import Together
 from wholebatch.window import UpdateWindow
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ class Checkpoints:
         Raises:
             UsageError: a score that is not finite, or safetensors is needed and missing.
         """
-        together = Together.of(parts.model, self._process_group)
+        together = _together(parts, self._process_group)
         contents = together.all_or_none(lambda: _take_on_edge(parts, score))
         states = together.gather(packed(RandomState.capture()))
         contents.files["rest.pt"]["random"] = states
@@ -236,7 +236,7 @@ class Checkpoints:
 
         The ranks may be more or fewer than those that saved, and hold the model in other parts.
         """
-        together = Together.of(parts.model, self._process_group)
+        together = _together(parts, self._process_group)
         path = together.on_leader(lambda: self._choose(which))
         facts, saved = together.all_or_none(lambda: self._read(path))
         if any(other != facts.files for other in together.gather(facts.files)):
@@ -270,7 +270,7 @@ class Checkpoints:
         else:
             wanted = [path for path in (Path(which), self.folder / which) if path.is_dir()]
         if not wanted:
-            raise UsageError(f"which={str(which)!r} is no checkpoint; in {self.folder} there are: {there}")
+            raise UsageError(f"{str(which)!r} is no checkpoint; in {self.folder} there are: {there}")
         return wanted[-1]
 
     def _read(self, path: Path) -> tuple[CheckpointFacts, dict[str, Any]]:
@@ -283,13 +283,10 @@ class Checkpoints:
             offer = "there is no other in the folder that is whole"
             other = disk.newest_intact(self.folder, but=path)
             if other is not None:
-                offer = (
-                    f"the newest whole one is that of update {other.updates_attempted}: "
-                    f"which={str(other.path)!r}"
-                )
-            raise CheckpointError(
-                f"{path} can't be loaded: {damage}. Nothing was changed; {offer}"
-            ) from None
+                offer = f"the newest whole one is that of update {other.updates_attempted}, {other.path}"
+            error = CheckpointError(f"{path} can't be loaded: {damage}. Nothing was changed; {offer}")
+            error.newest_intact = None if other is None else str(other.path)
+            raise error from None
 
 
 def _parts_of(window: UpdateWindow, more: Mapping[str, Any] | None) -> TrainingParts:
@@ -323,6 +320,16 @@ def _meet_between_updates(window: UpdateWindow, what: str) -> None:
     except PoisonedWindowError as error:
         parts.poisoned = str(error)
         raise
+
+
+def _together(parts: TrainingParts, process_group: dist.ProcessGroup | None) -> Together:
+    return Together.of(
+        parts.model,
+        process_group,
+        during="over a checkpoint",
+        failure=CheckpointError,
+        lost=CheckpointError,
+    )
 
 
 def _layout_of(parts: TrainingParts, together: Together) -> dict[str, int | None]:

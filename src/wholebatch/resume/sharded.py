@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from wholebatch.errors import CheckpointError, UsageError
-from wholebatch.resume.folder import file_facts
-from wholebatch.resume.together import Together
+from wholebatch.checkpoint_folder import file_facts
+from wholebatch.errors import CheckpointError
+from wholebatch.extras import needed
+from wholebatch.ranks.together import Together
 
 FOLDER = "parts"
 
@@ -31,13 +32,7 @@ def need_safetensors() -> None:
     Raises:
         UsageError: safetensors is not installed.
     """
-    try:
-        import safetensors  # noqa: F401
-    except ImportError:
-        raise UsageError(
-            "the ranks hold the model in parts, and such a checkpoint is written as safetensors; install "
-            "the package safetensors (the extra wholebatch[hf] brings it)"
-        ) from None
+    needed("safetensors", extra="hf", why="a checkpoint of a model that the ranks hold in parts")
 
 
 def write_apart(unfinished: Path, tensors: Mapping[str, Tensor], together: Together) -> list[str]:

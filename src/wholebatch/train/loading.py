@@ -27,7 +27,7 @@ from wholebatch.order import SampleOrder
 from wholebatch.plan import BatchPlan
 from wholebatch.train.data.store import TokenSamples
 from wholebatch.train.material import Batch, JobData, Samples
-from wholebatch.verify.whereabouts import told
+from wholebatch.whereabouts import told
 
 # Micro-batches that a worker may hold ready; each takes a file descriptor.
 _MOST_AHEAD_PER_WORKER = 64

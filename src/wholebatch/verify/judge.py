@@ -52,8 +52,8 @@ from wholebatch.verify.trial import (
 )
 from wholebatch.verify.untouched import caller_untouched
 from wholebatch.verify.verification import Rounding, Verification
-from wholebatch.verify.whereabouts import kept_running, place_of, told
 from wholebatch.verify.words import factor_sentence
+from wholebatch.whereabouts import kept_running, place_of, told
 
 # A bound wider than this share of the gradient would excuse a wrong denominator.
 _WIDEST_MARGIN = 0.25

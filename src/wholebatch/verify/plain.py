@@ -21,8 +21,8 @@ from wholebatch.oracle import batch_in, loss_terms, private_copy, trainable
 from wholebatch.replay import BufferKeeper, RandomState
 from wholebatch.split import num_samples, split_batch
 from wholebatch.verify.trial import Problem, seeded
-from wholebatch.verify.whereabouts import told
 from wholebatch.verify.words import number_of
+from wholebatch.whereabouts import told
 
 # Sampled splits stop at so many micro-batches: more of the same show nothing new and take long.
 _MOST_MICRO_BATCHES = 16

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from wholebatch.errors import JudgeError, OtherRankFailedError, WholebatchError
-from wholebatch.verify.whereabouts import told
+from wholebatch.whereabouts import told
 
 T = TypeVar("T")
 

@@ -42,8 +42,8 @@ from wholebatch.oracle import (
 from wholebatch.record import UpdateRecord
 from wholebatch.replay import RandomState
 from wholebatch.verify.together import SomeRanksFailedError, group_rank_and_size, together
-from wholebatch.verify.whereabouts import told
 from wholebatch.verify.wrapping import wrapped_answering
+from wholebatch.whereabouts import told
 from wholebatch.window import UpdateWindow
 
 

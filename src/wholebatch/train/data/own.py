@@ -16,7 +16,7 @@ from wholebatch.targets import find_target, guarded
 from wholebatch.train.data.pydoc import IGNORED_LABEL, is_held_out
 from wholebatch.train.material import Batch, JobData, Samples
 from wholebatch.train.settings import TrainConfig
-from wholebatch.verify.whereabouts import told
+from wholebatch.whereabouts import told
 
 _NEEDED = ("train", "objective")
 _OPTIONAL = ("held_out", "collate", "vocabulary", "num_labels", "padding_id")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wholebatch.errors import UsageError
+from wholebatch.extras import needed
 from wholebatch.train.data.pydoc import BEGIN
 
 # Ids of the bytes tokenizer beside the 256 bytes and BEGIN = 256. A model gets those that occur.
@@ -113,15 +114,11 @@ def _load(folder: str) -> Any:
             f'data.tokenizer is {folder!r}, and there is no such folder; give "bytes" or a local folder '
             f"with a Hugging Face tokenizer (nothing is downloaded)"
         )
+    transformers = needed("transformers", extra="hf", why=f"data.tokenizer {folder!r}")
     try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise UsageError(
-            f"data.tokenizer is {folder!r}, and a Hugging Face tokenizer needs the extra: "
-            f"pip install 'wholebatch[hf]' ({error})"
-        ) from error
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # what a damaged folder raises is not one kind of error
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(

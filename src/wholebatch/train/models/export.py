@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from wholebatch.errors import RecordError
+from wholebatch.files import sync
 from wholebatch.train.material import JobModel
 from wholebatch.train.models.extras import is_transformers_model
 from wholebatch.train.models.gpt import GPT
@@ -50,9 +50,10 @@ def export_model(job_model: JobModel, folder: str | Path, *, tokenizer: str | Pa
         for name in TOKENIZER_FILES if tokenizer is not None else ():
             if (Path(tokenizer or "") / name).is_file():
                 shutil.copyfile(Path(tokenizer or "") / name, part / name)
-        for path in part.iterdir():
-            _sync(path)
+        for path in (*part.iterdir(), part):
+            sync(path)
         _replace(part, folder)
+        sync(folder.parent)
     except Exception as error:  # torch, safetensors and transformers word a full disk each in their own way
         shutil.rmtree(part, ignore_errors=True)
         raise RecordError(f"the trained model can't be written to {folder}: {error}") from error
@@ -103,11 +104,6 @@ def _merged(base: nn.Module) -> dict[str, Any]:
             value = value + adapted[owner].get_delta_weight("default").detach().cpu()
         merged[f"{owner}.{inner.removeprefix('base_layer.')}"] = value
     return merged
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _replace(part: Path, folder: Path) -> None:

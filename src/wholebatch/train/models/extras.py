@@ -1,34 +1,9 @@
-"""Packages that only some models need, imported when they are."""
+"""What is one of transformers, without importing it."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
-
-from wholebatch.errors import UsageError
-
-
-def needed(package: str, *, extra: str, key: str) -> Any:
-    """Import a package of an extra.
-
-    Args:
-        package: its name.
-        extra: what brings it.
-        key: the setting that asks for it.
-
-    Raises:
-        UsageError: it is not installed.
-    """
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        raise UsageError(
-            f"{key} needs the package {package}, which is not installed; "
-            f"run: pip install 'wholebatch[{extra}]'"
-        ) from error
 
 
 def is_transformers_model(module: Any) -> bool:

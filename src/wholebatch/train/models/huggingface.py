@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.errors import UsageError
+from wholebatch.extras import needed
 from wholebatch.train.material import Batch, JobData, JobModel
-from wholebatch.train.models.extras import needed
 from wholebatch.train.models.inputs import token_ids
 from wholebatch.train.settings import ModelConfig, TrainConfig
 
@@ -89,7 +89,7 @@ def load_folder(config: TrainConfig, data: JobData, dtype: torch.dtype) -> JobMo
         UsageError: a folder that transformers can't read, or a model that does not fit the objective,
             the vocabulary or the longest sample.
     """
-    transformers = needed("transformers", extra="hf", key=f"model.source {config.model.source!r}")
+    transformers = needed("transformers", extra="hf", why=f"model.source {config.model.source!r}")
     folder, kind = Path(config.model.source).expanduser(), config.objective.kind
     with quiet(transformers), _told(folder, kind):
         shape = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)

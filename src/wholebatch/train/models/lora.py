@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from wholebatch.errors import UsageError
-from wholebatch.train.models.extras import is_transformers_model, needed
+from wholebatch.extras import needed
+from wholebatch.train.models.extras import is_transformers_model
 from wholebatch.train.settings import LoraConfig
 
 _TASKS = {"next_token": "CAUSAL_LM", "label": "SEQ_CLS"}
@@ -39,7 +40,7 @@ def add_adapters(
     Exactness: B starts at zero, so the first logits are those of the base; exact over any split where the
         base is, without dropout.
     """
-    peft = needed("peft", extra="lora", key=f"lora.rank = {settings.rank}")
+    peft = needed("peft", extra="lora", why=f"lora.rank = {settings.rank}")
     trained = _owners(module, facts.get("new_parameters", []))
     targets = [
         name for name in target_layers(module, settings.target_modules) if not _within(name, trained)

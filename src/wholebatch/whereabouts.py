@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_OUR_FOLDER = Path(__file__).resolve().parents[1]
+_OUR_FOLDER = Path(__file__).resolve().parent
 
 
 def told(error: BaseException) -> str:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from wholebatch.files import sync
+
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 UNFINISHED, REMOVED, ASIDE = ".unfinished-", ".removed-", "aside-"
@@ -65,11 +67,6 @@ class CheckpointFacts:
     def samples(self) -> int:
         """Samples consumed up to here, over all replicas; where the next update begins."""
         return int(self.counters["samples"])
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all its files but the manifest."""
-        return sum(int(file["bytes"]) for file in self.files.values())
 
 
 class DigestingFile:
@@ -127,27 +124,18 @@ def write_file(path: Path, write: Callable[[DigestingFile], object]) -> dict[str
     return digesting.facts()
 
 
-def sync_folder(path: Path) -> None:
-    """Bring the names in a folder down to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def finish_folder(unfinished: Path, manifest: Mapping[str, Any], *, updates_attempted: int) -> Path:
     """Write the manifest, sync, and give the folder its name: from here on it is a checkpoint."""
     body = {"schema_version": SCHEMA_VERSION, **manifest}
     text = json.dumps({**body, "manifest_blake2b": _digest_of(body)}, indent=1)
     write_file(unfinished / MANIFEST, lambda file: file.write(text.encode()))
     for inside in sorted(path for path in unfinished.rglob("*") if path.is_dir()):
-        sync_folder(inside)
-    sync_folder(unfinished)
+        sync(inside)
+    sync(unfinished)
     path = _free_name(unfinished.parent, updates_attempted)
     os.rename(unfinished, path)
     try:
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError:
         remove_folder(path)  # nobody knows whether the rename would survive a loss of power
         raise
@@ -162,7 +150,7 @@ def remove_folder(path: Path) -> None:
 
 
 def rotate(folder: Path, newest: Path, *, keep_last: int, keep_best: bool) -> None:
-    """Remove what is neither among the last nor the best, and set aside what the run did not go on from.
+    """Remove what is neither among the last nor the best, and set aside what the run did not resume from.
 
     The newest is on disk already, so a removal that fails is a warning and no error.
     """

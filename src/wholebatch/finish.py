@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -228,9 +228,10 @@ class Finish:
         of each product to the gradient's dtype.
         """
         for optimizer in self.optimizers:
-            if not gradients_of(own_parameters([optimizer])):
+            gradients = gradients_of(own_parameters([optimizer]))
+            if not gradients:
                 continue  # a scaler asserts that it checked some gradient; without one there is no step
-            with _times(optimizer, factor):
+            with _times(optimizer, gradients, factor):
                 if self.scaler is None:
                     optimizer.step()
                 else:
@@ -299,9 +300,8 @@ class Finish:
 
 
 @contextmanager
-def _times(optimizer: Optimizer, factor: float) -> Iterator[None]:
+def _times(optimizer: Optimizer, gradients: Sequence[Tensor], factor: float) -> Iterator[None]:
     """Let ``optimizer`` see its gradients times ``factor`` in the step inside."""
-    gradients = gradients_of(own_parameters([optimizer]))
     if factor == 1.0:
         yield
     elif _folds(optimizer, gradients, factor):
@@ -333,9 +333,14 @@ def _folds(optimizer: Optimizer, gradients: Sequence[Tensor], factor: float) -> 
     return fused and fits and all(gradient.dtype != torch.float64 for gradient in gradients)
 
 
+def needs_closure(optimizer_step: Callable[..., Any]) -> bool:
+    """Whether a ``step`` can't be called without a closure that computes the loss again."""
+    closure = inspect.signature(optimizer_step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def _refuse_closure(optimizer: Optimizer) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(optimizer.step):
         raise UnsupportedError(
             f"{type(optimizer).__name__}.step needs a closure that computes the loss again; one update "
             f"would then be several passes over a window that is already reduced and cleared. Use an "

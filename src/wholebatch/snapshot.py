@@ -12,6 +12,7 @@ from wholebatch.gradients import GradientWatch, clear_gradients
 from wholebatch.replay import BufferKeeper, RandomState
 
 OnStaleGradients = Literal["raise", "clear", "include"]
+GRADIENTS_CHANGED = "gradients were written or cleared (zero_grad, clipping, another backward)"
 
 
 class Snapshot:
@@ -20,6 +21,9 @@ class Snapshot:
     Args:
         model: whose parameters, buffers and mode are watched.
         on_stale_gradients: what to do with gradients that are there before the first micro-batch.
+
+    Attributes:
+        gradients: tells whether somebody else touches them; to be asked in every turn.
     """
 
     def __init__(self, model: nn.Module, on_stale_gradients: OnStaleGradients) -> None:
@@ -36,7 +40,7 @@ class Snapshot:
         self._watched: list[nn.Parameter] = []
         self._states: list[tuple[int, bool]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
-        self._gradients = GradientWatch(())
+        self.gradients = GradientWatch(())
         self._random: RandomState | None = None
 
     @property
@@ -73,22 +77,9 @@ class Snapshot:
         self._modes = [(module, module.training) for module in modules]
         self._watched = _watched(parameters, modules)
         self._states = _states(self._watched)
-        self._gradients = GradientWatch(parameters)
-        self.mark_gradients()
+        self.gradients = GradientWatch(parameters)
+        self.gradients.mark()
         self._taken = True
-
-    def mark_gradients(self, *, whole: bool = True) -> None:
-        """Note the gradients after a backward of the window; see ``GradientWatch``."""
-        self._gradients.mark(whole=whole)
-
-    def gradients_changed(self, *, whole: bool = True) -> str | None:
-        """Whether gradients changed since :meth:`mark_gradients`, in words.
-
-        To be asked in every turn: the next backward covers most traces.
-        """
-        if self._gradients.changed(whole=whole):
-            return "gradients were written or cleared (zero_grad, clipping, another backward)"
-        return None
 
     def changed(self) -> str | None:
         """What else changed since :meth:`take` although a window must leave it alone, in words.
@@ -138,7 +129,7 @@ class Snapshot:
         self._taken = False
         self._parameters, self._set_aside, self._watched = (), [], []
         self._states, self._modes, self._random = [], [], None
-        self._gradients = GradientWatch(())
+        self.gradients = GradientWatch(())
         self._buffers.forget()
 
     def _put_back_gradients(self) -> None:

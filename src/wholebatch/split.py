@@ -32,7 +32,7 @@ def num_samples(batch: Any) -> int:
         SplitError: two parts disagree, nothing in the batch has a dimension of samples, or a
             part is of a type that can't be cut.
     """
-    lengths = dict(_lengths(_as_collated(batch), "batch"))
+    lengths = dict(_lengths(_as_collated(batch), ()))
     if not lengths:
         raise SplitError(
             f"a batch of type {type(batch).__name__} holds no tensor or list with a dimension of samples; "
@@ -43,9 +43,9 @@ def num_samples(batch: Any) -> int:
     for path, length in lengths.items():
         if length != first:
             raise SplitError(
-                f"parts of one batch disagree on the number of samples: {first_path} has {first}, "
-                f"{path} has {length}; every tensor and list needs samples in dimension 0 (or give the "
-                f"window count_samples=)"
+                f"parts of one batch disagree on the number of samples: {_told(first_path)} has {first}, "
+                f"{_told(path)} has {length}; every tensor and list needs samples in dimension 0 (or give "
+                f"the window count_samples=)"
             )
     return first
 
@@ -102,15 +102,15 @@ def _as_collated(batch: Any) -> Any:
     return tuple(batch) if tensors else batch
 
 
-def _lengths(part: Any, path: str) -> Iterator[tuple[str, int]]:
+def _lengths(part: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], int]]:
     if isinstance(part, _SHARED):
         return
     if isinstance(part, Mapping):
         for key, value in part.items():
-            yield from _lengths(value, f"{path}[{key!r}]")
+            yield from _lengths(value, (*path, key))
     elif isinstance(part, tuple):
         for index, value in enumerate(part):
-            yield from _lengths(value, f"{path}[{index}]")
+            yield from _lengths(value, (*path, index))
     elif isinstance(part, list):
         yield path, len(part)
     elif _is_array(part):
@@ -118,9 +118,13 @@ def _lengths(part: Any, path: str) -> Iterator[tuple[str, int]]:
             yield path, int(part.shape[0])
     else:
         raise SplitError(
-            f"{path} is a {type(part).__name__}, which can't be cut into micro-batches; "
+            f"{_told(path)} is a {type(part).__name__}, which can't be cut into micro-batches; "
             f"use tensors, tuples, dicts and lists of samples, or give the window count_samples="
         )
+
+
+def _told(path: tuple[Any, ...]) -> str:
+    return "batch" + "".join(f"[{key!r}]" for key in path)
 
 
 def _cut(part: Any, start: int, end: int) -> Any:

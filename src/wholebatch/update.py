@@ -46,7 +46,7 @@ from wholebatch.result import (
     whole,
     without_graph,
 )
-from wholebatch.snapshot import Snapshot
+from wholebatch.snapshot import GRADIENTS_CHANGED, Snapshot
 from wholebatch.tally import GlobalTally, fingerprint, tally
 
 
@@ -281,7 +281,8 @@ class Update:
         self._settle()
         # a reduction may put its own tensors in the place of gradients, which covers that trace
         covers = ranks.synchronises or len(self._losses) == len(self._held) - 1
-        self._refuse(snapshot.gradients_changed(whole=covers))
+        if snapshot.gradients.changed(whole=covers):
+            self._refuse(GRADIENTS_CHANGED)
         if self._can_run_backward(by_term):
             # A backward that fails half way has added some of its gradients, so it can't be repeated.
             self._waits_for_backward = False
@@ -291,7 +292,7 @@ class Update:
             roots = [(given.loss_sum, self._seed(term, given.loss_sum)) for term, given in by_term.items()]
             ranks.backward([(loss, seed) for loss, seed in roots if loss.requires_grad])
             self._irrevocable = False
-            snapshot.mark_gradients(whole=covers)
+            snapshot.gradients.mark(whole=covers)
         self._losses.append({term: without_graph(given) for term, given in by_term.items()})
         self._waits_for_backward = False
 
@@ -303,7 +304,7 @@ class Update:
         if finish.rate_marks() != self._rate_marks:
             return "a learning rate was changed"
         # parameters first: a step writes them, and may write gradients too
-        return snapshot.changed() or snapshot.gradients_changed()
+        return snapshot.changed() or (GRADIENTS_CHANGED if snapshot.gradients.changed() else None)
 
     def _refuse(self, changed: str | None) -> None:
         if changed:
@@ -331,6 +332,8 @@ class Update:
     def _by_term(self, loss: Any) -> dict[str, LossSum]:
         """``loss`` checked, in the order of the objective's terms."""
         terms = self._window.terms
+        if len(terms) == 1 and not isinstance(loss, Mapping):
+            return {terms[0]: as_loss_sum(loss, name=f"term {terms[0]!r}")}
         by_term = loss if isinstance(loss, Mapping) else {terms[0]: loss}
         if by_term.keys() != set(terms):
             raise ObjectiveError(

@@ -65,6 +65,60 @@ def other_shapes():
     samples = [{"a": torch.ones(2, 2)}, {"a": torch.ones(3, 3)}]
     return {"train": samples, "held_out": [], "objective": objective}
 
+def shown(*values, key="y"):
+    return {"train": [{key: value} for value in values], "held_out": [], "objective": objective}
+
+def of_values(values):
+    return shown(*values)
+
+def with_numbers(kind="mixed"):
+    first, other = {
+        "lists": ([1, 2], [1.5, 2.75]),
+        "numbers": (1, 2.5),
+        "arrays": (np.array([1]), np.array([1.5])),
+        "tensors": (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        "flags": (True, 2),
+        "nested": ({"in": 1}, {"in": 2.5}),
+        "dimensions": (torch.ones(2), torch.ones(2, 2)),
+    }[kind]
+    return shown(first, other)
+
+def ints_in_the_middle():
+    return shown([1.0, 2.0], [1, 2], [0.5])
+
+def empty_lists(first=True):
+    return shown([], [1.5]) if first else shown([1.5, 2.0], [])
+
+def one_short():
+    collate = lambda samples: {"x": torch.ones(max(1, len(samples) - 1), 2)}
+    return {"train": [1, 2, 3], "held_out": [], "objective": objective, "collate": collate}
+
+def strange_ids(*, held_out=False):
+    sides = [{"input_ids": [1, 2]}], [{"input_ids": [3, 11]}]
+    train, held = sides if held_out else (sides[0] + sides[1], [])
+    return {"train": train, "held_out": held, "objective": objective, "vocabulary": 10}
+
+def bad_held_out():
+    return {"train": [{"a": [1]}], "held_out": Failing([1]), "objective": objective}
+
+class Length:
+    def __init__(self, length):
+        self.length = length
+    def __len__(self):
+        if self.length is None:
+            raise OSError("no index")
+        return self.length
+    def __getitem__(self, index):
+        return {"a": [1]}
+
+def lengths(train=1, held_out=1):
+    kinds = {"none": None, "below": -1, "part": 1.5}
+    train, held_out = (Length(kinds.get(one, one)) for one in (train, held_out))
+    return {"train": train, "held_out": held_out, "objective": objective}
+
+def sizes(**wrong):
+    return {"train": [{"a": [1]}], "held_out": [], "objective": objective, **wrong}
+
 def none_of_it():
     return [], objective
 
@@ -190,7 +244,7 @@ def test_a_micro_batch_without_samples_has_the_shape_of_others(
         ),
         ("none_of_it", r"train of mine.py:none_of_it has no samples"),
         ("tuples", r"a micro-batch is a list, and has to be a dict of tensors; let samples be dicts"),
-        ("doubled", r"disagree on the number of samples: batch\['x'\] has 2, .*sample_ids"),
+        ("doubled", r"collate made a batch of 2 of the 1 samples \[0\]; let every tensor"),
         ("number", r"mine.py:number is a int and no function"),
         ("gone", r"mine.py has no 'gone'; it has"),
     ],
@@ -224,7 +278,11 @@ def test_their_own_errors_are_named(function: str, message: str) -> None:
 
 
 def test_wrong_options_are_named() -> None:
-    with pytest.raises(JudgeError, match=r"mine.py:pair\(\) failed with TypeError: .*unexpected keyword"):
+    with pytest.raises(
+        UsageError,
+        match=r"data.options for mine.py:pair are \{'samples': 3\}: .*unexpected keyword argument .*; it "
+        r"takes \(num_samples=40\)",
+    ):
         load("pair", options={"samples": 3})
 
 
@@ -249,14 +307,123 @@ def test_all_samples_held_out_is_refused() -> None:
 def test_samples_that_do_not_go_together_are_named() -> None:
     data = load("other_keys")
     with pytest.raises(
-        UsageError, match=r"samples \[0, 1\] have different keys, \['a'\] and \['b'\]; give all"
+        UsageError,
+        match=r"sample 1 and sample 0 to train on have different keys, \['b'\] and \['a'\]; give",
     ):
         collated(data, [0, 1])
-    with pytest.raises(UsageError, match=r"samples \[0, 2\] have different keys, \['a'\] and int; give"):
-        collated(data, [0, 2])
+    with pytest.raises(UsageError, match=r"sample 2 and sample 0 to train on have different keys, int and"):
+        collated(data, [2])
     data = load("other_shapes")
     with pytest.raises(
         UsageError, match=r"'a' of samples \[0, 1\] can't be stacked \(RuntimeError: .*give them one"
     ):
         collated(data, [0, 1])
     assert torch.equal(collated(data, [0])["a"], torch.ones(1, 2, 2))
+
+
+# The dtype of a micro-batch does not depend on which samples are in it
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("lists", "float32 of 1 dimension in sample 1 and int64 of 1 dimension in sample 0 to train on"),
+        ("numbers", "one float in sample 1 and one int in sample 0"),
+        ("arrays", "float64 of 1 dimension in sample 1 and int64 of 1 dimension in sample 0"),
+        ("tensors", "float64 of 1 dimension in sample 1 and float32 of 1 dimension in sample 0"),
+        ("flags", "one int in sample 1 and one bool in sample 0"),
+        ("nested", r"\{in: one float\} in sample 1 and \{in: one int\} in sample 0"),
+        ("dimensions", "float32 of 2 dimensions in sample 1 and float32 of 1 dimension in sample 0"),
+    ],
+)
+@pytest.mark.parametrize("ids", [[0, 1], [1, 0], [1]])
+def test_mixed_kinds_are_refused_in_every_split(kind: str, told: str, ids: list[int]) -> None:
+    data = load("with_numbers", options={"kind": kind})
+    with pytest.raises(UsageError, match=rf"data.source: 'y' is {told}.*write the numbers alike"):
+        collated(data, ids)
+    collated(data, [0])
+
+
+def test_whole_numbers_among_others_are_refused_also_alone() -> None:
+    data = load("ints_in_the_middle")
+    for ids in ([1], [0, 1], [1, 2]):
+        with pytest.raises(UsageError, match="'y' is int64 of 1 dimension in sample 1 and float32 of 1"):
+            collated(data, ids)
+    assert collated(data, [2, 0])["y"].tolist() == [[0.5, 0.0], [1.0, 2.0]]
+
+
+def test_an_empty_list_has_the_dtype_of_sample_0() -> None:
+    data = load("empty_lists", options={"first": False})
+    assert collated(data, [1])["y"].dtype == torch.float32
+    assert collated(data, [1, 0])["y"].tolist() == [[0.0, 0.0], [1.5, 2.0]]
+    with pytest.raises(
+        UsageError, match="'y' of sample 0 to train on is an empty list, which does not say"
+    ):
+        load("empty_lists")
+
+
+def test_single_samples_and_the_whole_batch_give_one_update() -> None:
+    """What used to be truncated to whole numbers where a sample of whole numbers came first."""
+    values = [[1.0, 2.0], [1.5, 2.75, 0.25], [3.0], [0.5], [], [2.0, 2.0], [7.25], [1.0]]
+    data = load("of_values", options={"values": values})
+
+    def gradient(m: int) -> torch.Tensor:
+        weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        for start in range(0, 8, m):
+            y = collated(data, list(range(start, start + m)))["y"].double()
+            ((weight * y) ** 2).sum().backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    expected = 2 * sum(value**2 for listed in values for value in listed)
+    assert gradient(1).item() == gradient(8).item() == gradient(2).item() == expected
+
+
+# What is found when the data is loaded, or named when a sample is read
+
+
+def test_a_batch_of_another_number_of_samples_is_refused_whenever_it_comes() -> None:
+    data = load("one_short")
+    with pytest.raises(UsageError, match=r"collate made a batch of 1 of the 2 samples \[1, 2\]; let every"):
+        collated(data, [1, 2])
+
+
+def test_token_ids_outside_the_vocabulary_are_named() -> None:
+    data = load("strange_ids")
+    with pytest.raises(
+        UsageError, match="sample 1 has the token id 11, and vocabulary is 10; ids go from 0 to"
+    ):
+        collated(data, [0, 1])
+    collated(data, [0])
+    with pytest.raises(UsageError, match="sample 0 has the token id 11"):
+        load("strange_ids", options={"held_out": True})
+
+
+def test_a_bad_held_out_sample_is_found_at_once() -> None:
+    with pytest.raises(
+        JudgeError, match="reading held-out sample 0 and collating it failed with OSError: bad block"
+    ):
+        load("bad_held_out")
+
+
+@pytest.mark.parametrize("side", ["train", "held_out"])
+@pytest.mark.parametrize(
+    ("length", "why"), [("none", "OSError: no index"), ("below", "ValueError"), ("part", "TypeError")]
+)
+def test_a_length_that_is_none(side: str, length: str, why: str) -> None:
+    with pytest.raises(JudgeError, match=rf"mine.py:lengths: len\({side}\) failed with {why}"):
+        load("lengths", options={side: length})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"vocabulary": 2.5}, "vocabulary of mine.py:sizes is 2.5; it has to be a whole number, 1 or more"),
+        ({"vocabulary": "many"}, "vocabulary of mine.py:sizes is 'many'"),
+        ({"num_labels": 0}, "num_labels of mine.py:sizes is 0"),
+        ({"padding_id": -1}, "padding_id of mine.py:sizes is -1; it has to be a whole number, 0 or more"),
+    ],
+)
+def test_sizes_that_are_none(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load("sizes", options=wrong)

@@ -6,8 +6,9 @@ import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ from wholebatch.errors import JudgeError, UsageError, WholebatchError
 from wholebatch.whereabouts import told
 
 
-def find_target(target: str, *, what: str) -> Any:
+def find_target(target: str, *, what: str, key: str | None = None) -> Any:
     """Import the thing that ``target`` names.
 
     A file's folder, and for a module the current one, can be imported from while that is done.
@@ -25,6 +26,7 @@ def find_target(target: str, *, what: str) -> Any:
     Args:
         target: ``module:name`` or ``file.py:name``.
         what: it should be, in words, such as "a problem".
+        key: the setting that names it, which begins every message; None where no setting does.
 
     Returns:
         The function or value of that name.
@@ -33,6 +35,15 @@ def find_target(target: str, *, what: str) -> Any:
         UsageError: not of this form, or there is no such file, module or name.
         JudgeError: importing it failed.
     """
+    try:
+        return _found(target, what)
+    except (UsageError, JudgeError) as error:
+        if key is None:
+            raise
+        raise type(error)(f"{key}: {error}") from error.__cause__
+
+
+def _found(target: str, what: str) -> Any:
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         raise UsageError(f"{target!r} does not name {what}; write module:name or file.py:name")
@@ -58,6 +69,27 @@ def guarded(call: Callable[[], Any], what: str) -> Any:
         raise
     except (Exception, SystemExit) as error:  # an exit code of theirs is no verdict
         raise JudgeError(f"{what} with {told(error)}") from error
+
+
+def check_options(function: Callable[..., Any], options: Mapping[str, Any], *, what: str) -> None:
+    """Refuse options that a function does not take, before it is called.
+
+    Args:
+        function: of the user's own.
+        options: its keyword arguments.
+        what: begins the message, such as "model.options for mine.py:model".
+
+    Raises:
+        UsageError: an option that it does not have, or one that it needs and is not given.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are written in C have none
+        return
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise UsageError(f"{what} are {dict(options)}: {error}; it takes {signature}") from error
 
 
 def _import(place: str) -> ModuleType:

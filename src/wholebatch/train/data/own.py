@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,15 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from wholebatch.errors import UsageError
+from wholebatch.report.words import number_of
 from wholebatch.split import num_samples
-from wholebatch.targets import find_target, guarded
-from wholebatch.train.data.pydoc import IGNORED_LABEL, is_held_out
-from wholebatch.train.material import Batch, JobData, Samples
+from wholebatch.targets import check_options, find_target, guarded
+from wholebatch.train.data.rows import is_held_out
+from wholebatch.train.material import IGNORED_LABEL, Batch, JobData, Samples
 from wholebatch.train.settings import TrainConfig
 from wholebatch.whereabouts import told
 
+_WHAT = "a function that returns a data set and its objective"
 _NEEDED = ("train", "objective")
 _OPTIONAL = ("held_out", "collate", "vocabulary", "num_labels", "padding_id")
 
@@ -29,12 +32,15 @@ class OwnCollation:
     Args:
         collate: ``collate(samples) -> batch`` of the user's own, or None for the one below.
         padding_id: token id of padding.
-        first: a sample, of which micro-batches without samples get their shape.
+        first: sample 0 to train on. Micro-batches without samples get their shape from it, and the
+            default collation its keys and kinds of numbers.
+        vocabulary: token ids end below it; None where that is not known.
     """
 
     collate: Callable[[list[Any]], Any] | None
     padding_id: int
     first: Any
+    vocabulary: int | None = None
 
     def __call__(self, samples: Sequence[Any], ids: Sequence[int], epoch: int) -> Batch:  # noqa: ARG002
         """A micro-batch of the chosen samples.
@@ -42,6 +48,8 @@ class OwnCollation:
         Without a collate of the user's own, one-dimensional entries of samples that are dicts are padded to
         the longest: ``labels`` with -100, ``input_ids`` with the padding id, all others with 0; an
         ``attention_mask`` is added beside ``input_ids`` where there is none. Everything else is stacked.
+        Every sample has to have the keys, dtypes and dimensions of sample 0: torch would give a micro-batch
+        the dtype of the sample that comes first in it, and the update would depend on the split.
 
         Args:
             samples: chosen ones; none for a micro-batch without samples.
@@ -52,23 +60,47 @@ class OwnCollation:
             Tensors by name, with ``sample_ids`` of shape (samples,).
 
         Raises:
-            UsageError: samples of which no dict of tensors can be made; names them.
+            UsageError: samples of which no dict of tensors can be made, a batch of another number of
+                samples, or a token id outside the vocabulary; names them.
 
-        Exactness: padding supervises nothing.
+        Exactness: padding supervises nothing, and the dtypes do not depend on the split.
         """
         chosen = list(samples) or [self.first]
-        collate = self.collate or (lambda listed: _stacked(listed, ids, self.padding_id))
-        made = collate(chosen)
+        if self.collate is None:
+            made = _stacked(chosen, ids, self.padding_id, like=self.first)
+        else:
+            made = self.collate(chosen)
         if not isinstance(made, Mapping):
             raise UsageError(
                 f"data.source: a micro-batch is a {type(made).__name__}, and has to be a dict of tensors; "
                 f"let samples be dicts, or give a collate that returns one"
             )
         batch = dict(made)
+        batch.pop("sample_ids", None)
+        if (found := num_samples(batch)) != len(chosen):
+            raise UsageError(
+                f"data.source: collate made a batch of {found} of the {len(chosen)} samples {list(ids)}; "
+                f"let every tensor and list in it have one entry a sample in its first dimension"
+            )
+        self._refuse_strange_ids(batch, ids)
         if not samples:
             batch = {name: value[:0] if _has_samples(value) else value for name, value in batch.items()}
         batch["sample_ids"] = torch.tensor(ids, dtype=torch.int64)
         return batch
+
+    def _refuse_strange_ids(self, batch: Mapping[str, Any], ids: Sequence[int]) -> None:
+        """Before an embedding fails on one without saying which."""
+        tokens = batch.get("input_ids")
+        if self.vocabulary is None or not isinstance(tokens, Tensor) or tokens.is_floating_point():
+            return
+        for row, sample_id in zip(tokens, ids, strict=False):
+            strange = row[(row < 0) | (row >= self.vocabulary)]
+            if strange.numel():
+                raise UsageError(
+                    f"data.source: input_ids of sample {sample_id} has the token id "
+                    f"{int(strange.flatten()[0])}, and vocabulary is {self.vocabulary}; ids go from 0 to "
+                    f"{self.vocabulary - 1}"
+                )
 
 
 def load_own(config: TrainConfig) -> JobData:
@@ -84,18 +116,26 @@ def load_own(config: TrainConfig) -> JobData:
     """
     data = config.data
     _refuse_files(config)
-    function = find_target(data.source, what="a function that returns a data set and its objective")
+    function = find_target(data.source, what=_WHAT, key="data.source")
     if not callable(function):
         raise UsageError(f"data.source: {data.source} is a {type(function).__name__} and no function")
+    check_options(function, data.options, what=f"data.options for {data.source}")
     parts = _parts(guarded(lambda: function(**data.options), f"{data.source}() failed"), data.source)
     _check(parts, data.source)
     train, held_out, rule = _sides(parts, config)
     first = guarded(lambda: train[0], f"{data.source}: reading sample 0 failed")
     collation = OwnCollation(
-        collate=parts.get("collate"), padding_id=parts.get("padding_id", 0), first=first
+        collate=parts.get("collate"),
+        padding_id=parts.get("padding_id", 0),
+        first=first,
+        vocabulary=parts.get("vocabulary"),
     )
-    batch = guarded(lambda: collation([first], [0], 0), f"{data.source}: a micro-batch of sample 0 failed")
-    num_samples(batch)  # refuses tensors whose first dimension is not that of the samples
+    guarded(lambda: collation([first], [0], 0), f"{data.source}: a micro-batch of sample 0 failed")
+    if len(held_out):  # evaluated first when training begins, which may be long after this
+        guarded(
+            lambda: collation([held_out[0]], [0], 0),
+            f"{data.source}: reading held-out sample 0 and collating it failed",
+        )
     facts = {
         "name": data.source,
         "options": dict(data.options),
@@ -155,6 +195,14 @@ def _check(parts: Mapping[str, Any], source: str) -> None:
                 f"data.source: {side} of {source} is a {type(parts[side]).__name__}; it has to be a "
                 f"map-style data set, with a length and samples by their index, so that runs can resume"
             )
+        if side in parts:
+            guarded(partial(len, parts[side]), f"{source}: len({side}) failed")
+    for key, least in (("vocabulary", 1), ("num_labels", 1), ("padding_id", 0)):
+        value = parts.get(key, least)
+        if type(value) is not int or value < least:
+            raise UsageError(
+                f"data.source: {key} of {source} is {value!r}; it has to be a whole number, {least} or more"
+            )
     objective = parts["objective"]
     if not (callable(objective) and all(hasattr(objective, name) for name in ("count", "coefficients"))):
         raise UsageError(
@@ -186,22 +234,23 @@ def _has_samples(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0)
 
 
-def _stacked(samples: list[Any], ids: Sequence[int], padding_id: int) -> Any:
-    """The default collation."""
-    first = samples[0]
-    if not isinstance(first, Mapping):
+def _stacked(samples: list[Any], ids: Sequence[int], padding_id: int, *, like: Any) -> Any:
+    """The default collation; every sample has to be of the form of ``like``."""
+    if not isinstance(like, Mapping):
         return default_collate(samples)
-    for sample in samples:
-        if not isinstance(sample, Mapping) or set(sample) != set(first):
+    for index, sample in enumerate(samples):
+        if not isinstance(sample, Mapping) or set(sample) != set(like):
             other = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
             raise UsageError(
-                f"data.source: samples {list(ids)} have different keys, {sorted(map(str, first))} and "
-                f"{other}; give all the same, or a collate"
+                f"data.source: {_named(ids, index)} and sample 0 to train on have different keys, {other} "
+                f"and {sorted(map(str, like))}; give all the same, or a collate"
             )
     batch: dict[str, Any] = {}
-    for key in first:
-        values = [_tensor(sample[key]) for sample in samples]
-        if all(isinstance(value, Tensor) and value.ndim == 1 for value in values):
+    for key in like:
+        wanted = _tensor(like[key])
+        values = [_tensor(sample[key], like=wanted) for sample in samples]
+        _refuse_mixed(values, wanted, key, ids)
+        if isinstance(wanted, Tensor) and wanted.ndim == 1:
             filler = {"labels": IGNORED_LABEL, "input_ids": padding_id}.get(key, 0)
             batch[key] = torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=filler)
         else:
@@ -213,11 +262,50 @@ def _stacked(samples: list[Any], ids: Sequence[int], padding_id: int) -> Any:
     return batch
 
 
-def _tensor(value: Any) -> Any:
-    """Lists of numbers as tensors, so that they are padded too."""
+def _named(ids: Sequence[int], index: int) -> str:
+    return f"sample {ids[index]}" if ids else "a sample"
+
+
+def _tensor(value: Any, *, like: Any = None) -> Any:
+    """Lists of numbers as tensors, so that they are padded too; an empty one has the dtype of ``like``."""
+    if isinstance(value, list) and not value and isinstance(like, Tensor):
+        return like.new_empty(0)
     if isinstance(value, list) and value and all(isinstance(part, int | float) for part in value):
         return torch.tensor(value)
     return torch.from_numpy(value) if type(value).__name__ == "ndarray" else value
+
+
+def _refuse_mixed(values: Sequence[Any], wanted: Any, key: str, ids: Sequence[int]) -> None:
+    """Refuse what would take its dtype from whatever sample stands first in a micro-batch."""
+    kind = _kind(wanted)
+    if kind == _EMPTY:
+        raise UsageError(
+            f"data.source: {key!r} of sample 0 to train on is an empty list, which does not say whether it "
+            f"holds whole numbers; give a tensor of a dtype, or a collate"
+        )
+    for index, value in enumerate(values):
+        if (other := _kind(value)) != kind:
+            raise UsageError(
+                f"data.source: {key!r} is {other} in {_named(ids, index)} and {kind} in sample 0 to train "
+                f"on, and the dtype of a micro-batch may not depend on which samples are in it; write the "
+                f"numbers alike, such as 1.0 for 1, give tensors of one dtype, or give a collate"
+            )
+
+
+_EMPTY = "an empty list"
+
+
+def _kind(value: Any) -> str:
+    """What collation makes of a value, in words: dtype and dimensions, or the types."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of {number_of(value.ndim, 'dimension')}"
+    if isinstance(value, list) and not value:
+        return _EMPTY
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_kind(_tensor(part)) for part in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_kind(_tensor(part))}' for key, part in value.items())}}}"
+    return f"one {type(value).__name__}"
 
 
 def _collated(values: list[Any], key: str, ids: Sequence[int]) -> Any:

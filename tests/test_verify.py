@@ -57,6 +57,22 @@ class StochasticDepth(nn.Module):
         return self.second(x)
 
 
+class Adapted(nn.Module):
+    """Dropout before a layer of zeros, as a new adapter has it: the loss sees no noise, the gradient does."""
+
+    def __init__(self, *, chance: float = 0.5, always: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.base, self.down, self.up = nn.Linear(5, 3), nn.Linear(5, 2), nn.Linear(2, 3)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+        self.chance, self.always = chance, always
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = F.dropout(x, self.chance, training=self.training or self.always)
+        return self.base(x) + self.up(self.down(dropped))
+
+
 class RunningCentre(nn.Module):
     """Subtracts a buffer that each forward in training mode moves."""
 
@@ -93,6 +109,12 @@ class Case:
 CASES = {
     "dropout": Case(
         lambda: mlp(nn.Dropout(0.5)), summed, "dropout", lambda: mlp(nn.Dropout(0.5)).eval(), replayed=True
+    ),
+    "dropout before a layer of zeros": Case(
+        Adapted, summed, "dropout", lambda: Adapted().eval(), replayed=True
+    ),
+    "dropout that eval mode leaves on, before a layer of zeros": Case(
+        lambda: Adapted(always=True), summed, "dropout", lambda: Adapted(chance=0.0), replayed=True
     ),
     "stochastic depth": Case(StochasticDepth, summed, "dropout", mlp, replayed=True),
     "batch norm": Case(lambda: mlp(norm()), summed, "batch_norm", lambda: mlp(norm()).eval()),

@@ -6,7 +6,7 @@ difference goes away, or asks the user's loss_fn for numbers that have to add up
 ==================  ==========================================================================
 cause               experiment
 ==================  ==========================================================================
-dropout             the same batch under two random states gives two losses
+dropout             the same batch under two random states gives two losses, or two gradients
 buffers             equal once the buffers are put back before each micro-batch
 batch_norm          equal once the modules whose buffers move are in eval mode
 mean_for_sum        the loss is a weighted mean of its parts' losses, not their sum
@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import nn
 
-from wholebatch.closeness import distance
+from wholebatch.closeness import distance, magnitude
 from wholebatch.oracle import OracleUpdate, hooked, private_copy
 from wholebatch.verify.padding import (
     PADDED_LENGTH_ADVICE,
@@ -122,14 +122,20 @@ _NOT_REPEATABLE = (
 
 
 def is_random(
-    problem: Problem, *, model: nn.Module | None = None, seeds: Sequence[int] | None = None
+    problem: Problem,
+    *,
+    model: nn.Module | None = None,
+    seeds: Sequence[int] | None = None,
+    gradients: bool = True,
 ) -> bool:
-    """Whether the whole batch's loss or items depend on the random state.
+    """Whether the whole batch's loss, items or gradient depend on the random state.
 
     Args:
         problem: what is judged.
         model: another model than the problem's, for an experiment.
         seeds: of the runs; four different ones by default. Noise that comes rarely needs more.
+        gradients: compare them too where the losses are the same: noise before a layer that is zero,
+            such as a new adapter, reaches the gradient alone.
 
     Returns:
         True if two runs give values that rounding does not explain.
@@ -137,12 +143,21 @@ def is_random(
     seeds = range(problem.seed, problem.seed + 4) if seeds is None else seeds
     first, *others = (terms_of(problem, problem.whole, model=model, seed=seed) for seed in seeds)
     margin = problem.margin(1)
-    return any(
+    if any(
         not _same(a, b, margin, abs(a))
         for other in others
         for term in first
         for a, b in zip(first[term], other[term], strict=True)
-    )
+    ):
+        return True
+    return gradients and _gradient_is_random(problem, model, seeds)
+
+
+def _gradient_is_random(problem: Problem, model: nn.Module | None, seeds: Sequence[int]) -> bool:
+    runs = (run_whole(replace(problem, seed=seed), model=model).gradients for seed in seeds)
+    first = next(runs)
+    bound = problem.margin(1) * max(magnitude(first).values(), default=0.0)
+    return any(not error <= bound for other in runs for error in distance(first, other).values())
 
 
 def many_seeds(problem: Problem) -> range:

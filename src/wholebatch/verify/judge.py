@@ -203,11 +203,11 @@ class _Judge:
         whole = together(lambda: _checked(run_whole(problem)))
         _check_same_on_all_ranks(whole)
         _check_margin(problem, splits)
-        chance = any(gathered(together(lambda: is_random(problem))))
+        chance = any(gathered(together(lambda: is_random(problem, gradients=False))))
         tried = self._try_all(problem, whole, splits)
         if not chance and not all(one.result.equal for one in tried):
-            # Before anything is called different: is there noise that comes rarely? Does this model
-            # amplify rounding?
+            # Before anything is called different: is there noise that comes rarely, or that only the
+            # gradient sees? Does this model amplify rounding?
             chance = any(gathered(together(lambda: is_random(problem, seeds=many_seeds(problem)))))
             scale = max(one.plain.scale for one in tried)
             problem = replace(problem, amplification=amplification(problem, whole, scale))

@@ -58,7 +58,7 @@ class StochasticDepth(nn.Module):
 
 
 class Adapted(nn.Module):
-    """Dropout before a layer of zeros, as a new adapter has it: the loss sees no noise, the gradient does."""
+    """Dropout before a layer of zeros, as a new adapter has it: only the gradient sees the noise."""
 
     def __init__(self, *, chance: float = 0.5, always: bool = False) -> None:
         super().__init__()

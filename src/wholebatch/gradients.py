@@ -43,7 +43,9 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """
     home = gradients[0].device
     norms: list[Tensor] = []
-    for group in _by_kind([_real(gradient) for gradient in gradients]):
+    for group in _by_kind(gradients):
+        if group[0].is_sparse or group[0].is_complex():
+            group = [_real(gradient) for gradient in group]
         # a norm summed in bfloat16 would itself be wrong in its third digit
         wide = torch.promote_types(group[0].dtype, torch.float32)
         norms += [norm.to(home) for norm in torch._foreach_norm(group, 2, dtype=wide)]
@@ -182,6 +184,7 @@ class GradientWatch:
 
 
 _VERSION = attrgetter("_version")
+_KIND = attrgetter("device", "dtype", "layout")
 _STRIDE = 4
 
 
@@ -199,7 +202,10 @@ def _real(gradient: Tensor) -> Tensor:
 
 def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Groups of one device, dtype and layout, as the foreach operations want them."""
+    kinds = list(map(_KIND, tensors))
+    if kinds and kinds.count(kinds[0]) == len(kinds):  # nearly always, and several times faster
+        return [list(tensors)]
     groups: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype, tensor.layout), []).append(tensor)
+    for kind, tensor in zip(kinds, tensors, strict=True):
+        groups.setdefault(kind, []).append(tensor)
     return list(groups.values())

@@ -442,8 +442,9 @@ class Update:
 
     def _problem(self, result: Result) -> UpdateError | None:
         """Why this rank can't commit, if so."""
-        window = self._window
-        for index, (ahead, summed) in enumerate(zip(self._ahead.items, result.items, strict=True)):
+        window, counted_ahead = self._window, self._ahead.items
+        differing = () if counted_ahead == result.items else zip(counted_ahead, result.items, strict=True)
+        for index, (ahead, summed) in enumerate(differing):
             for term, counted, number in zip(window.terms, ahead, summed, strict=True):
                 wanted = number if counted is None else counted
                 if not 0.0 <= number < math.inf:

@@ -222,7 +222,7 @@ def refused(where: Path, words: str) -> None:
     with pytest.raises(
         CheckpointError,
         match=rf"update-00000002 can't be loaded: {words}.*\. Nothing was changed; the newest whole one is "
-        rf"that of update 1: which='{where}/update-00000001'",
+        rf"that of update 1, {where}/update-00000001",
     ):
         Checkpoints(where).load(run.window)
     assert_same(run.state(), before)

@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_a_readable_run(config: Path, tmp_path: Path, ranks: int) 
     if ranks == 1:  # torchrun answers with a code of its own
         assert process.returncode == 130
         assert "Interrupted between two updates; the records are complete up to there." in output
-        assert f"Saved after {len(run.records)} updates. To go on: wholebatch train --resume run" in output
+        assert f"Saved after {len(run.records)} updates. To resume: wholebatch train --resume run" in output
         assert "Traceback" not in output
 
 
@@ -171,7 +171,7 @@ def test_a_killed_rank_is_restarted_and_no_update_is_lost_or_twice(tmp_path: Pat
     assert run.end is not None
     assert run.end.reason == "done"
     assert [each.updates_attempted for each in run.resumptions] == ([2] if bomb else [])
-    assert result.stdout.count("Going on with run after 2 updates, 16 samples.") == bomb
+    assert result.stdout.count("Resumed run after 2 updates, 16 samples.") == bomb
 
 
 def test_restarts_need_a_folder(config: Path, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_resumed_run_is_the_run_that_never_ended(tmp_path: Path, more: dict[st
     same_run(tmp_path / "whole", tmp_path / "parts")
     assert largest_difference(parameters(whole), parameters(job)) == 0.0
     words = display.words.getvalue()
-    assert f"Going on with {tmp_path / 'parts'} after 3 updates, 24 samples." in words
+    assert f"Resumed {tmp_path / 'parts'} after 3 updates, 24 samples." in words
     assert [line[:13] for line in words.splitlines() if line.startswith("update ")] == [
         "update    4/6",
         "update    6/6",
@@ -262,7 +262,7 @@ def test_a_run_that_was_not_saved_cannot_be_resumed(tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", checkpoints={"every_updates": 0})
     display = Listener(config, after=after_update(2, lambda: signal.raise_signal(signal.SIGINT)))
     assert run_job(built(config), display).exit_code == 130
-    assert "There is no checkpoint of it, so it can't be gone on with" in display.words.getvalue()
+    assert "There is no checkpoint of it, so it can't be resumed" in display.words.getvalue()
     assert not (tmp_path / "run" / "checkpoints").exists()
     with pytest.raises(UsageError, match=r"there is no checkpoint in .*run/checkpoints"):
         resumed(tmp_path / "run")
@@ -280,7 +280,7 @@ def own(tmp_path: Path) -> TrainConfig:
     ("change", "message"),
     [
         ("data.options.number=60", "was made with train_samples 64, and it is 60 now, so the run would"),
-        ("run.seed=1", "was made with seed 0, and it is 1 now, so the run would not go on with the same"),
+        ("run.seed=1", "was made with seed 0, and it is 1 now, so the run would not resume with the same"),
         ("batch.tail=drop", "was made with tail partial, and it is drop now"),
         ("batch.global_batch_samples=16", "a global batch of 8 samples and the plan has 16; plan with"),
         ("model.width=32", "width|shape"),
@@ -301,7 +301,7 @@ def test_what_would_make_it_another_run_is_refused(tmp_path: Path, change: str, 
 
 def test_a_file_of_settings_and_a_run_are_one_too_many(tmp_path: Path) -> None:
     file = write_tiny(tmp_path)
-    with pytest.raises(UsageError, match=r"tiny\.toml and --resume runs/a both bring settings; a run goes"):
+    with pytest.raises(UsageError, match=r"tiny\.toml and --resume runs/a both bring settings; a run is"):
         train_command(file, resume=Path("runs/a"))
 
 
@@ -383,7 +383,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_advice_works(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="update-00000004 can't be loaded") as caught:
         resumed(folder, "run.num_updates=6")
     assert told(folder) == before
-    offered = re.search(r"of update 2: --resume '(.+)'$", str(caught.value))
+    offered = re.search(
+        r"of update 2, .*\. To resume from that: wholebatch train --resume (.+)$", str(caught.value)
+    )
     assert offered is not None
     assert offered.group(1) == str(folder / "checkpoints" / "update-00000002")
     resumed(offered.group(1), "run.num_updates=6")
@@ -403,7 +405,9 @@ def test_fewer_records_than_the_checkpoint_has_are_refused(tmp_path: Path) -> No
 
 def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
     run(tiny(tmp_path / "run"))
-    with pytest.raises(UsageError, match=r"--resume 'update-00000009' is no .* update-00000002, upd.*4$"):
+    with pytest.raises(
+        UsageError, match=r"'update-00000009' is no checkpoint; in .* update-00000002, upd.*4$"
+    ):
         resumed(tmp_path / "run" / "checkpoints" / "update-00000009")
 
 

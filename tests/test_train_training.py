@@ -82,7 +82,7 @@ def test_the_first_ctrl_c_ends_after_a_whole_update(tmp_path: Path) -> None:
     assert [e.updates_applied for e in written.evaluations] == [0, 2]
     assert end_of(tmp_path / "run") == ("interrupted", "stopped from the keyboard")
     assert checkpoint_names(tmp_path / "run")[-1] == "update-00000002"
-    how = f"Saved after 2 updates. To go on: wholebatch train --resume {tmp_path / 'run'}"
+    how = f"Saved after 2 updates. To resume: wholebatch train --resume {tmp_path / 'run'}"
     assert how in display.words.getvalue()
     goes_on_as_if_nothing_had_happened(tmp_path / "run", config, tmp_path / "beside")
 
@@ -241,7 +241,9 @@ def test_a_loss_that_is_never_finite_ends_the_run(tmp_path: Path) -> None:
     assert largest_difference(parameters(job), before) == 0.0
     assert "update 1 was skipped" in display.words.getvalue()
     assert checkpoint_names(tmp_path / "run") == ["update-00000000", "update-00000010"]
-    assert saved(tmp_path / "run", 10)["rest.pt"]["plain"]["skips_in_a_row"] == MOST_SKIPS_IN_A_ROW
+    assert (
+        saved(tmp_path / "run", 10)["rest.pt"]["plain"]["skipped_updates_in_a_row"] == MOST_SKIPS_IN_A_ROW
+    )
 
 
 def own_job(tmp_path: Path, **sections: dict[str, Any]) -> TrainConfig:
@@ -262,7 +264,7 @@ def test_a_sample_that_cannot_be_read_leaves_a_run_that_goes_on(tmp_path: Path, 
     assert len(read_run(tmp_path / "run").records) == 2
     assert checkpoint_names(tmp_path / "run")[-1] == "update-00000002"
     assert end_of(tmp_path / "run")[0] == "failed"
-    assert "Saved after 2 updates. To go on: " in display.words.getvalue()
+    assert "Saved after 2 updates. To resume: " in display.words.getvalue()
     (tmp_path / "torn").unlink()
     goes_on_as_if_nothing_had_happened(tmp_path / "run", config, tmp_path / "beside")
 
@@ -273,11 +275,16 @@ def test_a_sample_that_cannot_be_read_leaves_a_run_that_goes_on(tmp_path: Path, 
         (
             2,
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
-            "memory ran out with 2 samples in a micro-batch; set batch.micro_batch_samples to 1, which "
-            "changes neither the global batch nor the update, or turn model.activation_checkpointing on",
+            "memory ran out in an update with 2 samples in a micro-batch; set "
+            "batch.micro_batch_samples to 1, which changes neither the global batch nor the update, or "
+            "turn model.activation_checkpointing on",
         ),
         (4, torch.OutOfMemoryError("CUDA out of memory"), "4 samples in a micro-batch; set .* to 2, which"),
-        (1, MemoryError(), "ran out with 1 sample in a micro-batch; lower data.max_tokens_per_sample, or"),
+        (
+            1,
+            MemoryError(),
+            "ran out in an update with 1 sample in a micro-batch; lower data.max_tokens_per_sample, or",
+        ),
     ],
 )
 def test_where_memory_runs_out_the_advice_keeps_the_global_batch(
@@ -342,7 +349,7 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_with_those_before_intact(
             run_job(built(config), display)
     assert caught.value.exit_code == 3
     assert checkpoint_names(tmp_path / "run") == ["update-00000000", "update-00000002"]
-    assert "Saved after 2 updates. To go on: " in display.words.getvalue()
+    assert "Saved after 2 updates. To resume: " in display.words.getvalue()
     assert end_of(tmp_path / "run")[0] == "failed"
     goes_on_as_if_nothing_had_happened(tmp_path / "run", config, tmp_path / "beside")
 
@@ -356,7 +363,7 @@ def test_a_folder_that_takes_no_checkpoint_is_found_out_before_the_first_update(
     with pytest.raises(CheckpointError, match="No space left on device"):
         run_job(built(config), display)
     assert read_run(tmp_path / "run").records == []
-    assert "There is no checkpoint of it, so it can't be gone on with" in display.words.getvalue()
+    assert "There is no checkpoint of it, so it can't be resumed" in display.words.getvalue()
 
 
 def test_an_update_that_failed_and_cannot_be_saved_says_both(
@@ -409,7 +416,7 @@ def unwritten_rank(rank: int, _n: int, tables: dict[str, Any], what: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "other"), [("write", "RecordError"), ("write_evaluation", "JudgeError")])
+@pytest.mark.parametrize(("what", "other"), [("write", "RecordError"), ("write_evaluation", "RecordError")])
 def test_a_log_that_cannot_be_written_ends_both_ranks(tmp_path: Path, what: str, other: str) -> None:
     tables = tiny(tmp_path / "run").to_dict()
     first, second = run_ranks(unwritten_rank, 2, tables, what, timeout_s=40, expect="outcomes")

@@ -14,10 +14,11 @@ from torch import nn
 from jobs import Listener, built, tiny
 from ranks import run_ranks
 from wholebatch.errors import RecordError
-from wholebatch.train import world as world_module
+from wholebatch.ranks import group as group_module
+from wholebatch.ranks.group import threads_per_rank
 from wholebatch.train.command import yield_idle_cores
 from wholebatch.train.job import run_job
-from wholebatch.train.world import World, join_world, threads_per_rank
+from wholebatch.train.world import World, join_world
 
 
 def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,11 +29,8 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world.total([1.0, 2.5]) == [1.0, 2.5]
         assert world.any(True)
         assert not world.any(False)
-        world.raise_together(None)
         model = nn.Linear(1, 1)
         assert world.parallel(model) is model
-        with pytest.raises(RecordError, match="no room"):
-            world.raise_together("no room")
 
 
 def agreeing(rank: int, _n: int) -> tuple[list[float], bool, bool]:
@@ -46,7 +44,7 @@ def test_two_ranks_agree() -> None:
 
 
 def device_in_a_group(_rank: int, _n: int) -> str:
-    world_module._device = lambda local_rank: torch.device("meta", local_rank)
+    group_module._device = lambda local_rank: torch.device("meta", local_rank)
     os.environ["LOCAL_RANK"] = "3"
     with join_world() as world:
         return str(world.device)
@@ -107,4 +105,4 @@ def test_only_a_restart_on_one_machine_meets_at_another_place(monkeypatch: pytes
     for restarts, machines in (("0", "1"), ("1", "2")):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
         monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
-        assert world_module._store_of_this_start() == {}
+        assert group_module._store_of_this_start() == {}

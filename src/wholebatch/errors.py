@@ -99,7 +99,13 @@ class PoisonedWindowError(WholebatchError, RuntimeError):
 
 
 class CheckpointError(WholebatchError, RuntimeError):
-    """A checkpoint that can't be written or read back; those before it are as they were."""
+    """A checkpoint that can't be written or read back; those before it are as they were.
+
+    Attributes:
+        newest_intact: path of the newest whole one, where a damaged one was to be loaded and there is one.
+    """
+
+    newest_intact: str | None = None
 
 
 class JudgeError(WholebatchError):

@@ -159,6 +159,7 @@ class RunHeader:
         model: facts about the model: its name, parameters.
         settings: the configuration of the run.
         proof: the verdict on the first global batch; None when it was not asked for.
+        launch: by which the run's torchrun is known again when it restarts the job; empty without one.
     """
 
     global_batch_samples: int
@@ -178,6 +179,7 @@ class RunHeader:
     model: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     proof: dict[str, Any] | None = None
+    launch: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The header as JSON-ready data with its schema version."""

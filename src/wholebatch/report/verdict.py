@@ -11,17 +11,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
+from wholebatch.ranks.group import joined_group
 from wholebatch.record import finite
 from wholebatch.report.output import text_stream, write_json
 from wholebatch.report.verdict_text import render
@@ -197,8 +196,7 @@ def _on_ranks(target: str, *, ranks: int, splits: str | None, seed: int | None) 
         ]
         command += [] if seed is None else ["--seed", str(seed)]
         command += [] if splits is None else ["--splits", splits]
-        threads = str(max(1, (os.cpu_count() or 1) // ranks))
-        environment = {"OMP_NUM_THREADS": threads, **os.environ, _HAND_BACK: str(answer)}
+        environment = {**os.environ, _HAND_BACK: str(answer)}
         done = subprocess.run(
             command,
             env=environment,
@@ -224,9 +222,8 @@ def _on_this_rank(target: str, *, splits: str | None, seed: int | None) -> dict[
     """Judge as one rank of a job that torchrun started, and hand back where that is asked for."""
     answer = os.environ.get(_HAND_BACK)
     try:
-        verdict = _in_process_group(
-            lambda: judge(target, splits=None if splits is None else parse_splits(splits), seed=seed)
-        )
+        with joined_group(timeout=timedelta(minutes=10)):
+            verdict = judge(target, splits=None if splits is None else parse_splits(splits), seed=seed)
     except WholebatchError as error:
         if answer is None:
             raise
@@ -234,17 +231,6 @@ def _on_this_rank(target: str, *, splits: str | None, seed: int | None) -> dict[
     if answer is not None and int(os.environ["RANK"]) == 0:
         Path(answer).write_text(json.dumps(verdict, allow_nan=False), encoding="utf-8")
     return verdict
-
-
-def _in_process_group(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    accelerated = torch.accelerator.is_available()
-    if accelerated:
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(None if accelerated else "gloo", timeout=timedelta(minutes=10))
-    try:
-        return call()
-    finally:
-        dist.destroy_process_group()
 
 
 # Telling --------------------------------------------------------------------------------------------

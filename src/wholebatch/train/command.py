@@ -30,7 +30,7 @@ def train(
     Args:
         config: a TOML file; None for the embedded default.
         changes: ``section.key=value`` each; they win over the file.
-        resume: a run, or a checkpoint in one, to go on with.
+        resume: a run, or a checkpoint in one, to resume.
         print_config: write the settings, with what each means, and do nothing else.
         json_target: a file or "-" for the summary of the run as JSON; None for none.
 
@@ -48,8 +48,8 @@ def train(
         settings = load_config(config, changes)
     elif config is not None:
         raise UsageError(
-            f"{config} and --resume {resume} both bring settings; a run goes on with its own, and --set "
-            f"changes them"
+            f"{config} and --resume {resume} both bring settings; a run is resumed with its own, and "
+            f"--set changes them"
         )
     else:
         earlier = find_earlier(resume)
@@ -57,7 +57,6 @@ def train(
     if print_config:
         print(config_text(settings), end="")
         return 0
-    earlier = earlier or earlier_of_restart(settings)
     yield_idle_cores()
     from wholebatch.train.job import run_job
     from wholebatch.train.parts import build_job, check_settings
@@ -66,15 +65,17 @@ def train(
     with join_world() as world:
         # The other ranks do all that the leading one does, and show it to nobody.
         console = OutputConsole(file=text_stream(json_target) if world.leads else io.StringIO())
-        job = build_job(settings, world, check_settings(settings, world.ranks))
+        if earlier is None:
+            earlier = world.on_leader(lambda: earlier_of_restart(settings))
+        plan = check_settings(settings, world.ranks)
+        job = world.all_or_none(lambda: build_job(settings, world, plan))
         display = choose_display(
             console,
             num_updates=settings.run.num_updates,
             print_every_updates=settings.run.print_every_updates,
         )
         result = run_job(job, display, command=["wholebatch", *sys.argv[1:]], earlier=earlier)
-        if world.leads:
-            _write_summary(result.folder, result.exit_code, json_target)
+        world.on_leader(lambda: _write_summary(result.folder, result.exit_code, json_target))
         return result.exit_code
 
 

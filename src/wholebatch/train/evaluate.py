@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from time import perf_counter
 
 import torch
+from torch import nn
 
 from wholebatch.objective import LossSum
 from wholebatch.record import Counters, Evaluation
+from wholebatch.replay import RandomState
 from wholebatch.result import losses_by_term, whole
 from wholebatch.train.loading import micro_batch
 from wholebatch.train.material import Samples
@@ -64,34 +67,55 @@ def evaluate(
 
     Exactness: exact in real arithmetic under any number of ranks and micro-batch size.
     """
-    lengths = getattr(samples, "lengths", None)
-    order = range(len(samples)) if lengths is None else sorted(range(len(samples)), key=lengths.__getitem__)
-    mine = list(order)[job.world.rank :: job.world.ranks]
-    m = job.plan.micro_batch_samples
-    module = job.model.module
-    training = module.training
     coefficients = job.data.objective.coefficients
-    left = False
-    sums = torch.zeros(2, len(coefficients), dtype=torch.float64, device=job.world.device)
-    module.eval()
-    try:
-        with torch.no_grad():
-            for start in range(0, len(mine), m):
-                if left := leave():
-                    break
-                ids = mine[start : start + m]
-                batch = micro_batch(samples, job.data.collate, ids, epoch=0, seed=job.config.run.seed)
-                for term, (loss_sum, items) in enumerate(_in_order(job, job.loss(module, batch))):
-                    sums[0, term] += loss_sum.reshape(())
-                    sums[1, term] += items
-    finally:
-        module.train(training)
-    some_left, *totals = job.world.total([float(left), *sums.flatten().tolist()])
+    # A rank that fails alone would leave the others waiting for its sums.
+    left, sums = job.world.all_or_none(lambda: _sums_of_this_rank(job, samples, leave))
+    some_left, *totals = job.world.total([float(left), *sums])
     if some_left:
         return None
     losses, numbers = totals[: len(coefficients)], totals[len(coefficients) :]
     _, loss_per_item = losses_by_term(coefficients, losses, numbers)
     return loss_per_item, whole(numbers[0])
+
+
+def _sums_of_this_rank(job: Job, samples: Samples, leave: Callable[[], bool]) -> tuple[bool, list[float]]:
+    """Whether it was left, and ``L_k`` and then ``N_k`` of every term over this rank's samples."""
+    lengths = getattr(samples, "lengths", None)
+    order = range(len(samples)) if lengths is None else sorted(range(len(samples)), key=lengths.__getitem__)
+    mine = list(order)[job.world.rank :: job.world.ranks]
+    m = job.plan.micro_batch_samples
+    module = job.model.module
+    terms = len(job.data.objective.coefficients)
+    sums = torch.zeros(2, terms, dtype=torch.float64, device=job.world.device)
+    with _aside(module), torch.no_grad():
+        for start in range(0, len(mine), m):
+            if leave():
+                return True, sums.flatten().tolist()
+            ids = mine[start : start + m]
+            batch = micro_batch(samples, job.data.collate, ids, epoch=0, seed=job.config.run.seed)
+            for term, (loss_sum, items) in enumerate(_in_order(job, job.loss(module, batch))):
+                sums[0, term] += loss_sum.reshape(())
+                sums[1, term] += items
+    return False, sums.flatten().tolist()
+
+
+@contextmanager
+def _aside(module: nn.Module) -> Iterator[None]:
+    """The mode of evaluation, beside the training: each module's mode and random state are put back.
+
+    A model of one's own may draw random numbers in this mode too, and how often a run is evaluated,
+    which Ctrl-C makes once more, must not change what is trained.
+    """
+    # Module by module: a batch norm that is to stay in eval mode would be woken by train() on the whole.
+    modes = [(part, part.training) for part in module.modules()]
+    random_state = RandomState.capture()
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+        random_state.restore()
 
 
 def _in_order(job: Job, loss: LossSum | Mapping[str, LossSum]) -> list[LossSum]:

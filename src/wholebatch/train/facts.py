@@ -11,6 +11,7 @@ from wholebatch.report.ledger import plan_findings, plan_text
 from wholebatch.report.words import number_of
 from wholebatch.train.parts import Job
 from wholebatch.train.proof import proof_facts
+from wholebatch.train.resuming import launch
 from wholebatch.verify.verification import Verification
 
 
@@ -76,13 +77,14 @@ def header(job: Job, proof: Verification | None, command: Sequence[str]) -> RunH
         model=job.model.facts,
         settings=config.to_dict(),
         proof=proof_facts(proof),
+        launch=launch(),
     )
 
 
 def resumption(
     job: Job, before: Mapping[str, Any], command: Sequence[str], *, updates_attempted: int, samples: int
 ) -> Resumption:
-    """What is other from here on in a run that is gone on with.
+    """What is other from here on in a run that is resumed.
 
     Args:
         job: as it is now.

@@ -3,12 +3,15 @@
 The order in which things happen: refuse what can be refused, read the samples, build the model,
 **prove on the first global batch that the accumulated update is that of the big batch**, then train,
 evaluating and saving now and then. ``training.py`` has the loop.
+
+The leading rank writes and shows; where it can't, every rank ends, with the same words.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,18 +21,18 @@ from wholebatch.errors import RecordError
 from wholebatch.record import STOPPED_BY_USER
 from wholebatch.report.output import OutputClosedError
 from wholebatch.report.words import number_of
-from wholebatch.resume import Checkpoints, Found
+from wholebatch.resume import Checkpoints
 from wholebatch.run_log import RunLog, used_folder
 from wholebatch.train import facts
+from wholebatch.train.advice import how_to_resume
 from wholebatch.train.display import Display
 from wholebatch.train.models.export import export_model
 from wholebatch.train.parts import Job
 from wholebatch.train.proof import proof_words, prove_first_batch
-from wholebatch.train.resuming import CHECKPOINTS, Earlier
+from wholebatch.train.resuming import CHECKPOINTS, Earlier, refuse_changes
 from wholebatch.train.settings import TrainConfig
-from wholebatch.train.signals import stop_on_signal
+from wholebatch.train.signals import Stop, stop_on_signal
 from wholebatch.train.training import Training
-from wholebatch.verify.verification import Verification
 
 DONE, NOT_EQUAL, INTERRUPTED, TERMINATED = 0, 1, 130, 143
 STOPPED_BY_SIGTERM = "stopped by SIGTERM"
@@ -49,6 +52,15 @@ class JobResult:
     folder: Path | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Begun:
+    """A run that is ready for its next update: its folder, its training and what is said of it first."""
+
+    folder: Path
+    training: Training
+    words: str
+
+
 def run_job(
     job: Job, display: Display, *, command: Sequence[str] = (), earlier: Earlier | None = None
 ) -> JobResult:
@@ -58,7 +70,7 @@ def run_job(
         job: what ``build_job`` made.
         display: shows what happens; one that shows nothing on ranks that do not lead.
         command: the words of the command line, for the header.
-        earlier: the run to go on with; None for a new one.
+        earlier: the run to resume; None for a new one.
 
     Raises:
         CheckpointError: the run can't be saved, or its checkpoint is damaged.
@@ -66,121 +78,28 @@ def run_job(
         JudgeError: the first batch could not be judged, or too many updates in a row were skipped.
         OutputClosedError: nobody reads the display any more; the run ends as interrupted.
     """
-    folder = run_folder(job.config) if earlier is None else earlier.folder
-    if earlier is None:
-        job.world.raise_together(used_folder(folder) if job.world.leads else None)
-    display.say(facts.describe(job))
-    proof = None
-    if earlier is None and job.config.proof.check_first_batch:
-        proof = prove_first_batch(job)
-        display.say(proof_words(proof, job))
-        if not proof.equal and not job.config.proof.train_if_not_equal:
-            display.say("Not trained: see [proof] train_if_not_equal, or mend what is named above.")
-            return JobResult(exit_code=NOT_EQUAL)
-    with stop_on_signal() as stop:
-        training = Training(job, _checkpoints(job, folder, earlier), display, stop)
-        found = _load(training, earlier)
-        if earlier is not None:
-            training.evaluated_at_start = earlier.evaluated_at_start
-        with _log(job, folder, proof, command, earlier, found) as log:
-            training.log = log
-            display.say(f"Records go to {folder}" if earlier is None else _where(folder, training))
-            finished = _run(training, folder, display)
-            terminated = not finished and job.world.any(stop.terminated)
-            if finished:
-                _export(job, training, folder)
-                display.say(f"The trained model is in {folder / MODEL_FOLDER}")
-            elif log is not None:
-                log.close("interrupted", STOPPED_BY_SIGTERM if terminated else STOPPED_BY_USER)
+    begun = (
+        _begin_new(job, display, command) if earlier is None else _resume(job, display, command, earlier)
+    )
+    if begun is None:
+        return JobResult(exit_code=NOT_EQUAL)
+    folder, training = begun.folder, begun.training
+    with _log_closed(training), stop_on_signal() as stop:
+        _say(job, display, begun.words)
+        finished = _train(training, stop, display, folder)
+        terminated = not finished and job.world.any(stop.terminated)
+        if finished:
+            job.world.on_leader(lambda: _export(training, folder))
+            _say(job, display, f"The trained model is in {folder / MODEL_FOLDER}")
+        else:
+            why = STOPPED_BY_SIGTERM if terminated else STOPPED_BY_USER
+            job.world.all_or_none(lambda: training.close_log("interrupted", why))
     if not finished:
-        display.say("Interrupted between two updates; the records are complete up to there.")
-        display.say(how_to_go_on(folder))
-    display.say(f"To look at it: wholebatch show {shlex.quote(str(folder))}")
+        _say(job, display, "Interrupted between two updates; the records are complete up to there.")
+        _say(job, display, job.world.on_leader(lambda: how_to_resume(folder)))
+    _say(job, display, f"To look at it: wholebatch show {shlex.quote(str(folder))}")
     exit_code = DONE if finished else TERMINATED if terminated else INTERRUPTED
     return JobResult(exit_code=exit_code, folder=folder if job.world.leads else None)
-
-
-def how_to_go_on(folder: Path) -> str:
-    """What to type to go on with a run from its newest checkpoint, or why that can't be done."""
-    saved = Checkpoints(folder / CHECKPOINTS).list()
-    if not saved:
-        return "There is no checkpoint of it, so it can't be gone on with; see checkpoints.every_updates."
-    return (
-        f"Saved after {number_of(saved[-1].updates_attempted, 'update')}. "
-        f"To go on: wholebatch train --resume {shlex.quote(str(folder))}"
-    )
-
-
-def _run(training: Training, folder: Path, display: Display) -> bool:
-    """Train; whatever ends it, say how to go on."""
-    try:
-        with display:
-            return training.run()
-    except OutputClosedError as closed:
-        if training.log is not None:
-            training.log.close("interrupted", str(closed))
-        raise
-    except Exception:
-        display.say(how_to_go_on(folder))
-        raise
-
-
-def _checkpoints(job: Job, folder: Path, earlier: Earlier | None) -> Checkpoints | None:
-    settings = job.config.checkpoints
-    if not settings.every_updates and earlier is None:
-        return None
-    return Checkpoints(folder / CHECKPOINTS, keep_last=settings.keep_last, keep_best=settings.keep_best)
-
-
-def _load(training: Training, earlier: Earlier | None) -> Found | None:
-    """Put the run back to its checkpoint; None for a new run, or one that never got to its first."""
-    if earlier is None:
-        return None
-    world, folder = training.job.world, earlier.folder / CHECKPOINTS
-    never_saved = world.leads and not Checkpoints(folder).list() and not any(folder.glob("update-*"))
-    if world.any(never_saved) and earlier.num_records == 0:
-        return None
-    return training.load(earlier.checkpoint)
-
-
-def _where(folder: Path, training: Training) -> str:
-    updates, samples = training.updates_attempted, training.window.counters.samples
-    return f"Going on with {folder} after {number_of(updates, 'update')}, {samples:,} samples."
-
-
-@contextmanager
-def _log(
-    job: Job,
-    folder: Path,
-    proof: Verification | None,
-    command: Sequence[str],
-    earlier: Earlier | None,
-    found: Found | None,
-) -> Iterator[RunLog | None]:
-    """The log on the leading rank, None on the others; all end together where it can't be written."""
-    log: RunLog | None = None
-    refusal: str | None = None
-    if job.world.leads:
-        try:
-            if earlier is None:
-                log = RunLog(folder, facts.header(job, proof, command))
-            else:
-                told = facts.resumption(
-                    job,
-                    earlier.settings,
-                    command,
-                    updates_attempted=found.updates_attempted if found else 0,
-                    samples=found.samples if found else 0,
-                )
-                log = RunLog.resume(folder, told)
-        except RecordError as error:
-            refusal = str(error)
-    job.world.raise_together(refusal)
-    if log is None:
-        yield None
-        return
-    with log:
-        yield log
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -190,16 +109,119 @@ def run_folder(config: TrainConfig) -> Path:
     return Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
 
 
-def _export(job: Job, training: Training, folder: Path) -> None:
+# A new run, or one that is resumed -----------------------------------------------------------------
+
+
+def _begin_new(job: Job, display: Display, command: Sequence[str]) -> _Begun | None:
+    """A run before its first update; None where the first global batch was not equal."""
+    folder = job.world.on_leader(lambda: _unused_folder(job.config))  # by its clock and its disk for all
+    _say(job, display, facts.describe(job))
+    proof = None
+    if job.config.proof.check_first_batch:
+        proof = prove_first_batch(job)
+        _say(job, display, proof_words(proof, job))
+        if not proof.equal and not job.config.proof.train_if_not_equal:
+            _say(job, display, "Not trained: see [proof] train_if_not_equal, or mend what is named above.")
+            return None
+    saved = job.config.checkpoints.every_updates > 0
+    training = Training(job, _checkpoints(job, folder) if saved else None, display)
+    training.log = _leader_s(job, lambda: RunLog(folder, facts.header(job, proof, command)))
+    return _Begun(folder=folder, training=training, words=f"Records go to {folder}")
+
+
+def _resume(job: Job, display: Display, command: Sequence[str], earlier: Earlier) -> _Begun:
+    """A run as its checkpoint has it."""
+    folder = earlier.folder
+    refuse_changes(earlier, job.config)
+    _say(job, display, facts.describe(job))
+    training = Training(job, _checkpoints(job, folder), display)
+    training.evaluated_at_start = earlier.evaluated_at_start
+    found = None if _never_saved(job, earlier) else training.load(earlier.checkpoint)
+    updates, samples = (found.updates_attempted, found.samples) if found else (0, 0)
+    told = facts.resumption(job, earlier.settings, command, updates_attempted=updates, samples=samples)
+    training.log = _leader_s(job, lambda: RunLog.resume(folder, told))
+    words = f"Resumed {folder} after {number_of(updates, 'update')}, {samples:,} samples."
+    return _Begun(folder=folder, training=training, words=words)
+
+
+def _unused_folder(config: TrainConfig) -> Path:
+    folder = run_folder(config)
+    if refusal := used_folder(folder):
+        raise RecordError(refusal)
+    return folder
+
+
+def _checkpoints(job: Job, folder: Path) -> Checkpoints:
+    settings = job.config.checkpoints
+    return Checkpoints(folder / CHECKPOINTS, keep_last=settings.keep_last, keep_best=settings.keep_best)
+
+
+def _never_saved(job: Job, earlier: Earlier) -> bool:
+    """Whether the run was killed before its first checkpoint, and so begins again."""
+    folder = earlier.folder / CHECKPOINTS
+    return job.world.on_leader(lambda: earlier.num_records == 0 and not any(folder.glob("update-*")))
+
+
+def _leader_s(job: Job, make: Callable[[], RunLog]) -> RunLog | None:
+    """The log on the leading rank, None on the others; all end together where it can't be written."""
+    return job.world.all_or_none(lambda: make() if job.world.leads else None)
+
+
+# While it runs ---------------------------------------------------------------------------------------
+
+
+def _say(job: Job, display: Display, text: str) -> None:
+    """Show some words; where nobody can read them on the leading rank, all ranks end."""
+    job.world.all_or_none(lambda: display.say(text))
+
+
+def _train(training: Training, stop: Stop, display: Display, folder: Path) -> bool:
+    """Train; whatever ends it, say how to resume."""
+    try:
+        with _shown(display, training.job):
+            return training.run(stop)
+    except OutputClosedError:
+        raise
+    except Exception:
+        with contextlib.suppress(Exception):  # the error under way came first and says more
+            display.say(how_to_resume(folder))
+        raise
+
+
+@contextmanager
+def _shown(display: Display, job: Job) -> Iterator[None]:
+    """Keep a live display up; where it fails on the leading rank, all ranks end."""
+    job.world.all_or_none(display.__enter__)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # as above
+            display.__exit__(None, None, None)
+        raise
+    job.world.all_or_none(lambda: display.__exit__(None, None, None))
+
+
+@contextmanager
+def _log_closed(training: Training) -> Iterator[None]:
+    """Write how the run ended, whatever ends it."""
+    log = training.log
+    try:
+        yield
+    except BaseException as error:
+        if log is not None and isinstance(error, OutputClosedError):
+            with contextlib.suppress(RecordError):  # the error under way came first
+                log.close("interrupted", str(error))
+        elif log is not None:
+            log.__exit__(type(error), error, error.__traceback__)
+        raise
+    training.job.world.all_or_none(training.close_log)
+
+
+def _export(training: Training, folder: Path) -> None:
     """Write the trained model, and its average beside it, where others can load them."""
-    refusal = None
-    if job.world.leads:
-        tokenizer = None if job.config.data.tokenizer == "bytes" else job.config.data.tokenizer
-        try:
-            export_model(job.model, folder / MODEL_FOLDER, tokenizer=tokenizer)
-            if training.average is not None:
-                with training.average.swapped_in():
-                    export_model(job.model, folder / f"{MODEL_FOLDER}-average", tokenizer=tokenizer)
-        except RecordError as error:
-            refusal = str(error)
-    job.world.raise_together(refusal)
+    job = training.job
+    tokenizer = None if job.config.data.tokenizer == "bytes" else job.config.data.tokenizer
+    export_model(job.model, folder / MODEL_FOLDER, tokenizer=tokenizer)
+    if training.average is not None:
+        with training.average.swapped_in():
+            export_model(job.model, folder / f"{MODEL_FOLDER}-average", tokenizer=tokenizer)

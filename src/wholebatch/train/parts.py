@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from wholebatch.objective import LossSum
 from wholebatch.order import SampleOrder
 from wholebatch.plan import BatchPlan, plan_batch
 from wholebatch.train.data import load_data
+from wholebatch.train.data.store import TokenSamples, content_digest
 from wholebatch.train.material import Batch, JobData, JobModel, on_device
 from wholebatch.train.models.choose import build_model, check_model_settings
 from wholebatch.train.optimize import make_optimizer, optimizer_class, parameter_groups
@@ -83,6 +84,8 @@ def build_job(config: TrainConfig, world: World, plan: BatchPlan) -> Job:
         plan: what ``check_settings`` made of them.
     """
     data = load_data(config)
+    if isinstance(data.train, TokenSamples):
+        data = replace(data, facts={**data.facts, "train_digest": content_digest(data.train)})
     order = SampleOrder(
         num_samples=len(data.train),
         global_batch_samples=plan.global_batch_samples,
@@ -125,11 +128,15 @@ def make_window(job: Job) -> UpdateWindow:
 
 
 def data_identity(job: Job) -> dict[str, Any]:
-    """What must be the same for a run to go on with the same global batches."""
+    """What must be the same for a run to be resumed with the same global batches.
+
+    Samples of one's own have no digest: nobody knows what they hold without reading all of them.
+    """
     facts = job.data.facts
     return {
         "train_samples": len(job.data.train),
         "train_items": facts.get("train_items"),
+        "train_digest": facts.get("train_digest"),
         "seed": job.config.run.seed,
         "tail": job.config.batch.tail,
         "global_batch_samples": job.plan.global_batch_samples,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,13 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Earlier:
-    """A run to go on with.
+    """A run to resume.
 
     Args:
         folder: of the run.
         settings: that it had before the resumption to come, header and earlier resumptions together.
         latest_settings: the same with what was changed by one that was cut short before its first update.
-        checkpoint: name of the one to go on from; None for the newest.
+        checkpoint: name of the one to resume from; None for the newest.
         num_records: updates that it has recorded.
         evaluated_at_start: splits whose loss before the first update it has recorded.
     """
@@ -90,10 +91,31 @@ def settings_of(earlier: Earlier, changes: Sequence[str]) -> TrainConfig:
     )
     if any(change.replace(" ", "").startswith("run.folder=") for change in changes):
         raise UsageError(
-            f"--set run.folder and --resume {folder} name two folders; a run goes on where it is. To begin "
-            f"another from its settings, use --print-config"
+            f"--set run.folder and --resume {folder} name two folders; a run is resumed where it is. To "
+            f"begin another from its settings, use --print-config"
         )
     return config
+
+
+def refuse_changes(earlier: Earlier, config: TrainConfig) -> None:
+    """Refuse what would make it another run, or would do nothing, before anything is built.
+
+    Raises:
+        UsageError: another optimizer, or another first loss scale; names both.
+    """
+    then = config_from_dict(dict(earlier.latest_settings), source=f"the settings of {earlier.folder}")
+    before, now = then.optimizer.name, config.optimizer.name
+    if before != now:
+        raise UsageError(
+            f"optimizer.name was {before!r} and is {now!r}: the state of one is none of the other. Leave "
+            f"it out to resume {earlier.folder}, or begin a new run"
+        )
+    scale, new_scale = then.precision.initial_loss_scale, config.precision.initial_loss_scale
+    if scale != new_scale:
+        raise UsageError(
+            f"precision.initial_loss_scale was {scale} and is {new_scale}: a run that is resumed has the "
+            f"loss scale of its checkpoint, so the change would do nothing; leave it out"
+        )
 
 
 def earlier_of_restart(config: TrainConfig) -> Earlier | None:
@@ -107,13 +129,29 @@ def earlier_of_restart(config: TrainConfig) -> Earlier | None:
     if not config.run.folder:
         raise UsageError(
             f"torchrun --max-restarts={os.environ['TORCHELASTIC_MAX_RESTARTS']} may start this job again, "
-            f"and with run.folder empty nobody would know which run to go on with; give --set "
+            f"and with run.folder empty nobody would know which run to resume; give --set "
             f"run.folder=runs/NAME"
         )
     folder = Path(config.run.folder)
-    return find_earlier(folder) if is_restarted() and (folder / HEADER_FILE).is_file() else None
+    if not is_restarted() or not (folder / HEADER_FILE).is_file():
+        return None
+    # A run of somebody else was refused in the first start, and is to be refused in this one.
+    return find_earlier(folder) if read_run(folder).header.launch == launch() else None
 
 
 def is_restarted() -> bool:
     """Whether torchrun has started this job before, and starts it again because a rank failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def launch() -> dict[str, str]:
+    """What tells this torchrun from all others, the same in each of its starts; empty without one.
+
+    Its run id, or where it was given none the host and number of the process that starts the ranks.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return {}
+    if run_id == "none":  # torchrun's word for it
+        return {"host": socket.gethostname(), "process": str(os.getppid())}
+    return {"run_id": run_id}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from wholebatch.errors import JudgeError, OtherRankFailedError, WholebatchError
+from wholebatch.ranks.together import Together
 from wholebatch.whereabouts import told
 
 T = TypeVar("T")
@@ -21,19 +20,17 @@ class SomeRanksFailedError(JudgeError):
 
 def group_rank_and_size() -> tuple[int, int]:
     """This process's rank and the number of ranks; ``(0, 1)`` outside a process group."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    everybody = Together.of_all()
+    return everybody.rank, everybody.ranks
 
 
 def gathered(value: Any) -> list[Any]:
-    """``value`` of every rank, in order of rank."""
-    _, ranks = group_rank_and_size()
-    if ranks == 1:
-        return [value]
-    values: list[Any] = [None] * ranks
-    dist.all_gather_object(values, value)
-    return values
+    """``value`` of every rank, in order of rank.
+
+    Raises:
+        ContactLostError: another rank is gone.
+    """
+    return Together.of_all(during="during an experiment").gather(value)
 
 
 def together(call: Callable[[], T]) -> T:

@@ -1,0 +1,60 @@
+"""What a person is told to do next when a run has ended, or can't go further as it is."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import torch
+
+from wholebatch.errors import CheckpointError
+from wholebatch.plan import BatchPlan
+from wholebatch.report.words import number_of
+from wholebatch.resume import Checkpoints
+from wholebatch.train.resuming import CHECKPOINTS
+
+
+def how_to_resume(folder: Path) -> str:
+    """What to type to resume a run from its newest checkpoint, or why that can't be done."""
+    saved = Checkpoints(folder / CHECKPOINTS).list()
+    if not saved:
+        return "There is no checkpoint of it, so it can't be resumed; see checkpoints.every_updates."
+    updates = number_of(saved[-1].updates_attempted, "update")
+    return f"Saved after {updates}. To resume: {_command(folder)}"
+
+
+def with_the_command(error: CheckpointError) -> CheckpointError:
+    """A checkpoint that is damaged, with what to type to resume from the newest whole one."""
+    if error.newest_intact is None:
+        return error
+    told = CheckpointError(f"{error}. To resume from that: {_command(error.newest_intact)}")
+    told.newest_intact = error.newest_intact
+    return told
+
+
+def _command(named: Path | str) -> str:
+    return f"wholebatch train --resume {shlex.quote(str(named))}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on the host or on an accelerator."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def memory_advice(plan: BatchPlan, *, during: str) -> str:
+    """What to set where memory ran out, so that the global batch stays.
+
+    Args:
+        plan: whose micro-batch was too large.
+        during: "an update" or "an evaluation".
+    """
+    m = plan.micro_batch_samples
+    smaller = f"set batch.micro_batch_samples to {m // 2}" if m > 1 else "lower data.max_tokens_per_sample"
+    unless = ", which changes neither the global batch nor the update" if m > 1 else ""
+    rest = ", or turn model.activation_checkpointing on. The update was rolled back"
+    return (
+        f"memory ran out in {during} with {number_of(m, 'sample')} in a micro-batch; {smaller}{unless}"
+        f"{rest if during == 'an update' else ''}"
+    )

@@ -38,7 +38,7 @@ class LossSum(NamedTuple):
     num_items: Number
 
 
-class _CheckedLossSum(LossSum):
+class CheckedLossSum(LossSum):
     """One that :func:`as_loss_sum` has looked at, so that it needs no second look."""
 
     __slots__ = ()
@@ -216,7 +216,7 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
 
     Exactness: no arithmetic; the tensors themselves.
     """
-    if type(value) is _CheckedLossSum:
+    if type(value) is CheckedLossSum:
         return value
     if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Tensor)):
         raise ObjectiveError(
@@ -236,8 +236,8 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
     if isinstance(items, Tensor) and items.numel() != 1:
         raise ObjectiveError(f"{name} gave num_items of shape {list(items.shape)}; give one number")
     if isinstance(items, Tensor):
-        return _CheckedLossSum(loss_sum, items.detach() if items.requires_grad else items)
+        return CheckedLossSum(loss_sum, items.detach() if items.requires_grad else items)
     number: Any = items
     if isinstance(items, bool) or not isinstance(items, Real) or not -(2**53) <= number <= 2**53:
         raise ObjectiveError(f"{name} gave num_items={items!r}; give a number of items, below 2^53")
-    return _CheckedLossSum(loss_sum, float(items))
+    return CheckedLossSum(loss_sum, float(items))

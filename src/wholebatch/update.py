@@ -34,7 +34,14 @@ from wholebatch.errors import (
 from wholebatch.finish import Finish
 from wholebatch.gradients import clear_gradients, gradients_of
 from wholebatch.memory import PeakMemory
-from wholebatch.objective import LossFunction, LossSum, Number, Objective, as_loss_sum
+from wholebatch.objective import (
+    CheckedLossSum,
+    LossFunction,
+    LossSum,
+    Number,
+    Objective,
+    as_loss_sum,
+)
 from wholebatch.plan import BatchPlan
 from wholebatch.ranks.agreement import Agreement, PendingExchange
 from wholebatch.ranks.base import Ranks
@@ -278,19 +285,26 @@ class Update:
             )
         ranks, snapshot = self._window.ranks, self._window.snapshot
         by_term = self._by_term(loss)
-        self._settle()
+        if self._tally is None:
+            self._settle()
         # a reduction may put its own tensors in the place of gradients, which covers that trace
         covers = ranks.synchronises or len(self._losses) == len(self._held) - 1
         if snapshot.gradients.changed(whole=covers):
             self._refuse(GRADIENTS_CHANGED)
-        if self._can_run_backward(by_term):
+        roots = [
+            (given.loss_sum, self._seed(term, given.loss_sum))
+            for term, given in by_term.items()
+            if given.loss_sum.requires_grad
+        ]
+        if not roots:
+            self._refuse_missing_graph(by_term)
+        else:
             # A backward that fails half way has added some of its gradients, so it can't be repeated.
             self._waits_for_backward = False
             ranks.check_forward()
             if ranks.synchronises:
                 self._meet_before_reducing()
-            roots = [(given.loss_sum, self._seed(term, given.loss_sum)) for term, given in by_term.items()]
-            ranks.backward([(loss, seed) for loss, seed in roots if loss.requires_grad])
+            ranks.backward(roots)
             self._irrevocable = False
             snapshot.gradients.mark(whole=covers)
         self._losses.append({term: without_graph(given) for term, given in by_term.items()})
@@ -332,8 +346,8 @@ class Update:
     def _by_term(self, loss: Any) -> dict[str, LossSum]:
         """``loss`` checked, in the order of the objective's terms."""
         terms = self._window.terms
-        if len(terms) == 1 and not isinstance(loss, Mapping):
-            return {terms[0]: as_loss_sum(loss, name=f"term {terms[0]!r}")}
+        if len(terms) == 1 and type(loss) is CheckedLossSum:
+            return {terms[0]: loss}
         by_term = loss if isinstance(loss, Mapping) else {terms[0]: loss}
         if by_term.keys() != set(terms):
             raise ObjectiveError(
@@ -350,12 +364,10 @@ class Update:
             seed = self._seeds[term] = self._window.finish.scaled(share).to(loss_sum.dtype)
         return seed
 
-    def _can_run_backward(self, by_term: Mapping[str, LossSum]) -> bool:
-        """Whether there is a graph to run; none is needed where there are no items to learn from."""
-        if any(given.loss_sum.requires_grad for given in by_term.values()):
-            return True
+    def _refuse_missing_graph(self, by_term: Mapping[str, LossSum]) -> None:
+        """Refuse a loss without a graph to run; none is needed where there is no item to learn from."""
         if not self._window.ranks.synchronises and not any(float(v.num_items) for v in by_term.values()):
-            return False
+            return
         raise ObjectiveError(
             f"the loss of {self._where()} does not depend on any parameter that requires a gradient; was "
             f"the forward run under no_grad, or the loss detached? A micro-batch without items must keep "

@@ -15,7 +15,8 @@ from wholebatch.losses import next_token_loss
 from wholebatch.order import SampleOrder
 from wholebatch.plan import plan_batch
 from wholebatch.train.config import config_from_dict
-from wholebatch.train.data import VOCABULARY, load_data
+from wholebatch.train.data import load_data
+from wholebatch.train.data.tokens import BEGIN
 from wholebatch.train.loading import micro_batch
 from wholebatch.train.models.gpt import GPT, GPTShape
 from wholebatch.window import UpdateWindow
@@ -29,7 +30,7 @@ def train(rank: int, ranks: int, micro_batch_samples: int, dtype: torch.dtype) -
     """Train from the same start over the same order; return parameters, losses and digests."""
     data = load_data(config_from_dict({"data": {"max_tokens_per_sample": 64}}))
     torch.manual_seed(0)
-    shape = GPTShape(vocabulary=VOCABULARY, max_tokens=64, width=32, layers=2, heads=2, dropout=0.0)
+    shape = GPTShape(vocabulary=BEGIN + 1, max_tokens=64, width=32, layers=2, heads=2, dropout=0.0)
     model = GPT(shape).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     objective = next_token_loss()

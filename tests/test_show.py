@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from runs import a_record, a_resumption, an_evaluation
+from wholebatch.checkpoint_folder import begin_folder, finish_folder
 from wholebatch.errors import RecordError
 from wholebatch.record import Evaluation, RunHeader
 from wholebatch.report.curves import BARS, loss_curve, padding_line, sparkline
@@ -295,21 +296,27 @@ def test_no_padding_line_without_positions(tmp_path: Path, folder: Path) -> None
     assert line_with(text, "padding ") == "padding -"
 
 
-def a_checkpoint(folder: Path, name: str, manifest: object) -> None:
-    path = folder / "checkpoints" / name
-    path.mkdir(parents=True)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+def a_checkpoint(folder: Path, updates: int, *, samples: int, score: float | None = None) -> Path:
+    """A checkpoint as a save leaves it, but for its files."""
+    checkpoints = folder / "checkpoints"
+    manifest = {
+        "created_at": "2026-01-02T03:04:05+00:00",
+        "counters": {"updates_attempted": updates, "samples": samples},
+        "layout": {},
+        "score": score,
+        "versions": {},
+        "files": {},
+    }
+    return finish_folder(begin_folder(checkpoints), manifest, updates_attempted=updates)
 
 
 def test_checkpoints_are_listed(folder: Path) -> None:
     assert "\ncheckpoints" not in rendered(folder)
-    counters = {"updates_attempted": 4, "samples": 64}
-    facts = {"counters": counters, "score": 2.5, "created_at": "2026-01-02T03:04:05+00:00"}
-    a_checkpoint(folder, "update-00000006", {"score": None})
-    a_checkpoint(folder, "update-00000004", facts)
+    a_checkpoint(folder, 6, samples=96)
+    a_checkpoint(folder, 4, samples=64, score=2.5)
     text = rendered(folder)
     assert line_with(text, "update-00000004") == "update-00000004 4 64 2.5000 2026-01-02T03:04:05+00:00"
-    assert line_with(text, "update-00000006") == "update-00000006 - - - -"
+    assert line_with(text, "update-00000006") == "update-00000006 6 96 - 2026-01-02T03:04:05+00:00"
     assert run_summary(read_run(folder))["checkpoints"][0] == {
         "name": "update-00000004",
         "created_at": "2026-01-02T03:04:05+00:00",
@@ -319,17 +326,17 @@ def test_checkpoints_are_listed(folder: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "manifest", ["[1]", "{", "\x00", '{"counters": 3, "score": "low", "created_at": true}']
-)
+@pytest.mark.parametrize("manifest", ["[1]", "{", "\x00", '{"counters": 3, "score": "low"}'])
 def test_odd_checkpoints_do_not_keep_a_run_from_being_shown(folder: Path, manifest: str) -> None:
-    a_checkpoint(folder, "update-00000004", {})
+    a_checkpoint(folder, 4, samples=64)
+    a_checkpoint(folder, 5, samples=80)
     (folder / "checkpoints" / "update-00000004" / "manifest.json").write_text(manifest)
     (folder / "checkpoints" / ".unfinished-update-00000005").mkdir()
     (folder / "checkpoints" / "update-00000006").mkdir()
-    a_checkpoint(folder, "update-last", {})
+    (folder / "checkpoints" / "update-00000005").rename(folder / "checkpoints" / "update-last")
+    a_checkpoint(folder, 7, samples=112)
     names = [each["name"] for each in run_summary(read_run(folder))["checkpoints"]]
-    assert names == (["update-00000004"] if "counters" in manifest else [])
+    assert names == ["update-00000007"]
     assert "8 attempted" in rendered(folder)
 
 
@@ -369,7 +376,7 @@ def test_many_evaluations_are_cut_and_said_to_be(tmp_path: Path, folder: Path) -
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_nothing_is_wider_than_the_screen(folder: Path, width: int) -> None:
-    a_checkpoint(folder, "update-00000004", {"counters": {"updates_attempted": 10**9, "samples": 10**12}})
+    a_checkpoint(folder, 10**6, samples=10**9)
     huge = {"samples": 10**6, "items": 10**9, "positions": 10**10, "loss_per_item": 1e300, "partial": True}
     with (folder / "records.jsonl").open("a") as file:
         for update in range(9, 100):

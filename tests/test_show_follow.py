@@ -68,7 +68,7 @@ def test_every_update_is_a_line_until_the_run_ends(folder: Path, monkeypatch: py
     assert [line.split("  ")[0] for line in lines[1:6]] == [f"update {n}" for n in (4, 5, 6, 7, 8)]
     assert lines[6:] == [
         "update 9 was skipped: no items",
-        "held out after 8 updates: loss per item 2.7500 over 700 items",
+        "held out after 8 updates: loss per item 2.7500 over 700 items in 10 samples (0.5 s)",
     ]
     assert lines[5] == update_line(a_record(8))
     assert lines[5] == "update 8  loss per item 2.5000  16 samples  900 items  norm 1.2500  0.500 s"
@@ -94,7 +94,7 @@ def test_a_run_that_is_resumed_meanwhile(folder: Path, monkeypatch: pytest.Monke
         "resumed after 3 updates",
         update_line(a_record(4, items=901)),
         update_line(a_record(5, items=901)),
-        "held out after 3 updates: loss per item 2.5000 over 700 items",
+        "held out after 3 updates: loss per item 2.5000 over 700 items in 10 samples (0.5 s)",
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wholebatch.train.data import is_held_out, paragraphs
+from wholebatch.train.data.rows import is_held_out, paragraphs
 
 
 def test_no_held_out_paragraph_is_also_trained_on() -> None:

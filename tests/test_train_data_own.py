@@ -13,7 +13,7 @@ import torch
 from wholebatch.errors import JudgeError, UsageError
 from wholebatch.targets import find_target
 from wholebatch.train.data import load_data
-from wholebatch.train.data.pydoc import is_held_out
+from wholebatch.train.data.rows import is_held_out
 from wholebatch.train.material import JobData
 from wholebatch.train.settings import DataConfig, TrainConfig
 
@@ -180,7 +180,7 @@ def test_a_data_set_and_its_objective(place: str) -> None:
     assert data.facts["options"] == {"num_samples": 60}
     assert data.facts["split_rule"] == "samples whose index has a BLAKE2b hash that is 0 modulo 3"
     assert data.objective is find_target(f"{place}:objective", what="the same"), "imported once"
-    assert (data.vocabulary, data.num_labels, data.lengths) == (None, None, None)
+    assert (data.vocabulary, data.num_labels) == (None, None)
     both = {id(side[index]) for side in (data.train, data.held_out) for index in range(len(side))}
     assert len(both) == 60, "every sample is on one side"
 

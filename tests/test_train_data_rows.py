@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from wholebatch.errors import UsageError
-from wholebatch.train.data import BEGIN, END, load_data
-from wholebatch.train.data.pydoc import is_held_out, paragraphs
+from wholebatch.train.data import load_data
+from wholebatch.train.data.rows import is_held_out, paragraphs
 from wholebatch.train.data.store import TokenSamples
+from wholebatch.train.data.tokens import BEGIN, END
 from wholebatch.train.material import JobData
 from wholebatch.train.settings import DataConfig, ObjectiveConfig, TrainConfig
 
@@ -68,7 +69,6 @@ def test_pydoc_is_every_byte_of_every_paragraph_once() -> None:
         assert found.facts[f"{name}_samples"] == len(side)
         assert found.facts[f"{name}_items"] == len(joined)
     assert (found.vocabulary, found.padding_id, found.num_labels) == (257, 0, None)
-    assert list(found.lengths or ()) == [len(sample) for sample in tokens(found.train)]
 
 
 def test_settings_that_would_be_passed_over_are_refused() -> None:
@@ -84,8 +84,6 @@ def test_settings_that_would_be_passed_over_are_refused() -> None:
         UsageError, match=r'objective.kind = "label" needs rows with text and label, and .* \'text\''
     ):
         load("label", source="text", files=["a.txt"])
-    with pytest.raises(UsageError, match=r"data.held_out_one_in is 1; with 2 or more"):
-        load(held_out_one_in=1)
 
 
 # files -----------------------------------------------------------------------------------------------

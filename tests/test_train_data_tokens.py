@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from wholebatch.errors import UsageError
-from wholebatch.train.data import BEGIN, MASK, load_data
-from wholebatch.train.data.tokens import folder_tokenizer
+from wholebatch.train.data import load_data
+from wholebatch.train.data.tokens import BEGIN, MASK, folder_tokenizer
 from wholebatch.train.material import JobData
 from wholebatch.train.settings import DataConfig, ObjectiveConfig, RunConfig, TrainConfig
 

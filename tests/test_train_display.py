@@ -10,8 +10,9 @@ from rich.console import Console
 
 from runs import a_record
 from wholebatch.record import Evaluation
+from wholebatch.report.words import evaluation_words
 from wholebatch.train import display as display_module
-from wholebatch.train.display import LiveDisplay, PlainDisplay, Progress, choose_display, evaluation_words
+from wholebatch.train.display import LiveDisplay, PlainDisplay, Progress, choose_display
 
 AN_EVALUATION = Evaluation(
     split="held_out",

@@ -34,7 +34,7 @@ from wholebatch.train.world import World, join_world
 
 
 def first_window(job: Job) -> list[Batch]:
-    return next(windows(job.data, job.order, job.plan, replica=0, start=0, workers=0, seed=0))
+    return next(windows(job.data, job.order, job.plan, replica=0, start_samples=0, workers=0, seed=0))
 
 
 def num_items(job: Job, ids: list[int]) -> int:

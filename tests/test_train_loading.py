@@ -74,11 +74,13 @@ class Slow(Drawing):
     """Tells who read, so that a test can end that process."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": torch.tensor([os.getpid()]), "labels": 0}
+        return {"x": torch.tensor([os.getpid()], dtype=torch.float64), "labels": 0}
 
 
 def own(samples: Any) -> JobData:
-    collate = OwnCollation(collate=None, padding_id=0, first={"x": torch.zeros(1), "labels": 0})
+    collate = OwnCollation(
+        collate=None, padding_id=0, first={"x": torch.zeros(1, dtype=torch.float64), "labels": 0}
+    )
     return JobData(train=samples, held_out=[], objective=token_loss(), collate=collate)
 
 
@@ -94,8 +96,8 @@ def order_of(data: JobData, global_batch: int = 4, *, shuffle: bool = True) -> S
 
 @contextlib.contextmanager
 def reading(data: JobData, workers: int, **more: Any) -> Iterator[Any]:
-    settings = {"order": order_of(data), "plan": plan_of(), "replica": 0, "start": 0, "seed": 5} | more
-    order, plan = settings.pop("order"), settings.pop("plan")
+    order, plan = more.pop("order", order_of(data)), more.pop("plan", plan_of())
+    settings = {"replica": 0, "start_samples": 0, "seed": 5} | more
     with contextlib.closing(windows(data, order, plan, workers=workers, **settings)) as found:  # type: ignore[type-var]
         yield found
 
@@ -158,7 +160,8 @@ def test_workers_make_the_same_batches(masked: JobData, workers: int, kind: str)
 def test_a_resumed_run_reads_what_the_first_would_have(masked: JobData) -> None:
     for data in (masked, own(Drawing())):
         whole = read(data, 0, 6)
-        assert_same(whole[4:], read(data, 2, 2, start=15))  # 4 + 4 + 3 of the first epoch, 4 of the next
+        # 4 + 4 + 3 of the first epoch, 4 of the next
+        assert_same(whole[4:], read(data, 2, 2, start_samples=15))
 
 
 def test_random_numbers_of_a_sample_do_not_depend_on_the_split() -> None:

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from wholebatch.errors import UsageError
-from wholebatch.train.data import VOCABULARY
+from wholebatch.train.data.tokens import bytes_tokenizer
 from wholebatch.train.models.gpt import GPT, GPTShape, num_parameters
+
+VOCABULARY = bytes_tokenizer(completions=False, masked=False).vocabulary
 
 
 @pytest.fixture

@@ -238,9 +238,3 @@ def test_lengths_that_do_not_fit_are_refused(given: dict[str, Any], message: str
         schedule_unit(ScheduleConfig(**given))
     with pytest.raises(UsageError, match=message):
         rate_curve(config(**given), samples_of_run=96)
-
-
-@pytest.mark.parametrize(("samples", "items"), [(0, 1.0), (8, 0.0), (8, math.nan)])
-def test_a_run_of_nothing_is_refused(samples: int, items: float) -> None:
-    with pytest.raises(UsageError, match=f"a run of {samples} samples with {items} items in an update"):
-        rate_curve(config(), samples_of_run=samples, items_per_update=items)

@@ -19,7 +19,7 @@ from wholebatch.errors import JudgeError, SplitError
 from wholebatch.losses import next_token_loss
 from wholebatch.report.verdict_text import render, shortened
 from wholebatch.verify import Verification, trial, verify_window
-from wholebatch.verify.words import factor_text, number_of
+from wholebatch.verify.words import counted_word, factor_text
 from wholebatch.whereabouts import place_of, told
 
 Batch = dict[str, Tensor]
@@ -247,9 +247,9 @@ def test_factors_are_written_as_people_know_them(factor: float, text: str) -> No
 
 
 def test_one_of_a_thing_and_more() -> None:
-    assert [number_of(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
-    assert number_of(1, "item of loss", "items of loss") == "1 item of loss"
-    assert number_of(1234567.0, "item of loss", "items of loss") == "1234567 items of loss"
+    assert [counted_word(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert counted_word(1, "item of loss", "items of loss") == "1 item of loss"
+    assert counted_word(1234567.0, "item of loss", "items of loss") == "1234567 items of loss"
 
 
 def test_numpy_numbers_of_items_are_judged() -> None:

@@ -182,6 +182,15 @@ def checkpoint_paths(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_place)
 
 
+def facts_in(folder: Path) -> list[CheckpointFacts]:
+    """What the manifests in a folder say, in the same order; those that can't be read are left out."""
+    found = []
+    for path in checkpoint_paths(folder):
+        with suppress(DamageError):
+            found.append(read_facts(path))
+    return found
+
+
 def update_of(path: Path) -> int | None:
     """The update that a checkpoint's name tells; None where the folder was renamed."""
     match = _NAME.fullmatch(path.name)

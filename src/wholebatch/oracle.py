@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 
 from wholebatch.errors import JudgeError, UsageError
 from wholebatch.objective import LossFunction
-from wholebatch.replay import RandomState
+from wholebatch.replay import random_state_kept
 from wholebatch.split import like_mapping
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -325,16 +324,6 @@ def euclidean_norm(gradients: Mapping[str, Tensor]) -> float:
     Exactness: rounding of a sum in the gradients' dtype.
     """
     return math.hypot(*(float(torch.linalg.vector_norm(gradient)) for gradient in gradients.values()))
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Put all random state back at the end, also after an exception."""
-    state = RandomState.capture()
-    try:
-        yield
-    finally:
-        state.restore()
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,11 @@ from wholebatch.epochs import EpochCut, cut_epoch
 from wholebatch.errors import PlanError
 from wholebatch.layout import one_of, or_list, set_whole_numbers, show_remainder, whole_number
 from wholebatch.plan import Tail
+
+Stream = Literal["order", "masks", "sample"]
+# Everything that is drawn from (seed, epoch), by its number in the generator's counter: the order of the
+# samples, which tokens are masked, and what a data set draws for a sample. A number is never given again.
+STREAMS: dict[Stream, int] = {"order": 0, "masks": 1, "sample": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +106,7 @@ class SampleOrder:
         if epoch not in self._orders:
             order = np.arange(self.num_samples, dtype=np.int64)
             if self.shuffle:
-                key = np.array([self.seed, epoch], dtype=np.uint64)
-                random_keys = np.random.Philox(key=key).random_raw(self.num_samples)
+                random_keys = random_numbers("order", self.num_samples, seed=self.seed, epoch=epoch)
                 order = np.argsort(random_keys, kind="stable").astype(np.int64, copy=False)
             order.setflags(write=False)
             self._orders.clear()
@@ -186,6 +190,32 @@ class SampleOrder:
                 f"{boundaries}, the nearest"
             )
         return epoch, begin, end
+
+
+def random_numbers(
+    stream: Stream, how_many: int, *, seed: int, epoch: int, sample_id: int = 0
+) -> NDArray[np.uint64]:
+    """Draw 64-bit numbers that the arguments alone decide.
+
+    Every stream and sample has a range of the generator's counter of its own, of 2**64 blocks of four
+    numbers, so that no two of them share a number.
+
+    Args:
+        stream: what the numbers are for; one of ``STREAMS``.
+        how_many: numbers to draw.
+        seed: of the run.
+        epoch: passes over the data before this one.
+        sample_id: which sample they are for, where they are for one.
+
+    Returns:
+        Shape (how_many,), evenly from 0 to 2**64 - 1.
+
+    Source: NumPy's NEP 19, as for `SampleOrder.epoch_order`.
+    """
+    key = np.array([seed, epoch], dtype=np.uint64)
+    first = np.array([0, sample_id, STREAMS[stream], 0], dtype=np.uint64)
+    drawn: NDArray[np.uint64] = np.random.Philox(key=key, counter=first).random_raw(how_many)
+    return drawn
 
 
 def sample_digest(ids: Iterable[int]) -> int:

@@ -7,7 +7,8 @@ no trace; verify uses the same pieces to run one forward twice.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,13 +27,18 @@ class RandomState:
     accelerator: torch.Tensor | None
 
     @classmethod
-    def capture(cls) -> RandomState:
-        """The state as it is now. Reads no device memory: generators live on the host."""
+    def capture(cls, *, host_alone: bool = False) -> RandomState:
+        """The state as it is now. Reads no device memory: generators live on the host.
+
+        Args:
+            host_alone: leave the accelerator's out; a forked worker may not ask for it.
+        """
+        there = not host_alone and torch.accelerator.is_available()
         return cls(
             python=random.getstate(),
             numpy=np.random.get_state(),
             host=torch.get_rng_state(),
-            accelerator=_accelerator().get_rng_state() if torch.accelerator.is_available() else None,
+            accelerator=_accelerator().get_rng_state() if there else None,
         )
 
     def restore(self) -> None:
@@ -46,6 +52,41 @@ class RandomState:
 
 def _accelerator() -> Any:
     return torch.get_device_module(torch.accelerator.current_accelerator())
+
+
+@contextmanager
+def random_state_kept(*, host_alone: bool = False) -> Iterator[None]:
+    """Put all random state back at the end, also after an exception.
+
+    Args:
+        host_alone: leave the accelerator's as it comes.
+    """
+    state = RandomState.capture(host_alone=host_alone)
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+def seed_host(seed: int) -> None:
+    """Start the generators of the host from a seed: those of Python, numpy and torch.
+
+    Args:
+        seed: from ``-2**63`` up to, not including, ``2**63``.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+def seed_all(seed: int) -> None:
+    """Start the generators of the host and of every accelerator from a seed.
+
+    Args:
+        seed: as for :func:`seed_host`.
+    """
+    seed_host(seed)
+    torch.manual_seed(seed)
 
 
 class _Kept(NamedTuple):

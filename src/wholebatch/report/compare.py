@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
-from wholebatch.record import Evaluation, UpdateRecord
+from wholebatch.record import Evaluation, Resumption, RunHeader, UpdateRecord
 from wholebatch.report.curves import Point, points_of
 from wholebatch.report.summary import run_summary
+from wholebatch.report.words import flat
 from wholebatch.run_reader import Run
 
 # Of the JSON of ``wholebatch show A B``.
@@ -177,7 +178,14 @@ def _differences(first: Run, second: Run) -> Iterator[Difference]:
     def no_vocabulary(key: str) -> bool:
         return not _is_vocabulary(key)
 
-    settings = _flat(a.settings), _flat(b.settings)
+    parts = _parts(first), _parts(second)
+    settings = _settings(parts[0]), _settings(parts[1])
+    layouts = _layout(parts[0]), _layout(parts[1])
+
+    def split(name: str, attribute: str) -> Iterator[Difference]:
+        one, other = (_told([(p.begins, getattr(p.facts, attribute)) for p in each]) for each in parts)
+        yield from differing("split", name, one, other)
+
     yield from differing("losses", "divided by", a.normalisation, b.normalisation)
     moved = _other_name_alone(a.dataset, b.dataset)
     yield from facts("training" if moved else "losses", "data: ", a.dataset, b.dataset, lambda _key: True)
@@ -194,16 +202,57 @@ def _differences(first: Run, second: Run) -> Iterator[Difference]:
         *settings,
         lambda key: no_vocabulary(key) and key not in _SETTINGS_TOLD_ELSEWHERE,
     )
-    yield from differing("split", "precision", a.precision, b.precision)
-    yield from differing(
-        "split", "m, samples of a micro-batch", a.micro_batch_samples, b.micro_batch_samples
-    )
-    yield from differing(
-        "split", "A, micro-batches of a window", a.micro_batches_per_window, b.micro_batches_per_window
-    )
-    yield from differing("split", "D, replicas", a.replicas, b.replicas)
-    yield from facts("split", "layout: ", dict(a.layout), dict(b.layout), lambda _key: True)
+    yield from split("precision", "precision")
+    yield from split("m, samples of a micro-batch", "micro_batch_samples")
+    yield from split("A, micro-batches of a window", "micro_batches_per_window")
+    yield from split("D, replicas", "replicas")
+    yield from facts("split", "layout: ", *layouts, lambda _key: True)
     yield from facts("split", "version: ", dict(a.versions), dict(b.versions), lambda _key: True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """A run from one start to the next: its beginning, or a resumption.
+
+    Args:
+        begins: attempted updates before it.
+        facts: the split, layout and precision that it had.
+        settings: that it had, by dotted name.
+    """
+
+    begins: int
+    facts: RunHeader | Resumption
+    settings: dict[str, Any]
+
+
+def _parts(run: Run) -> list[_Part]:
+    """The parts of a run of which updates are left: what a resumption abandoned is none."""
+    parts = [_Part(begins=0, facts=run.header, settings=flat(run.header.settings))]
+    settings = parts[0].settings
+    for each in run.resumptions:
+        settings = settings | flat({name: pair[-1] for name, pair in each.changed_settings.items()})
+        parts = [part for part in parts if part.begins < each.updates_attempted]
+        parts.append(_Part(begins=each.updates_attempted, facts=each, settings=settings))
+    return parts
+
+
+def _settings(parts: Sequence[_Part]) -> dict[str, Any]:
+    names = dict.fromkeys(name for part in parts for name in part.settings)
+    return {name: _told([(part.begins, part.settings.get(name)) for part in parts]) for name in names}
+
+
+def _layout(parts: Sequence[_Part]) -> dict[str, Any]:
+    names = dict.fromkeys(name for part in parts for name in part.facts.layout)
+    return {name: _told([(part.begins, part.facts.layout.get(name)) for part in parts]) for name in names}
+
+
+def _told(values: Sequence[tuple[int, Any]]) -> Any:
+    """A value that stayed the same as it is; one that a resumption changed in words, with the updates."""
+    changes = [pair for index, pair in enumerate(values) if not index or pair[1] != values[index - 1][1]]
+    first, *others = changes
+    if not others:
+        return first[1]
+    return ", ".join([str(first[1]), *(f"{value} after update {begins:,}" for begins, value in others)])
 
 
 def _other_name_alone(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -215,17 +264,6 @@ def _other_name_alone(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _is_vocabulary(key: str) -> bool:
     return "vocab" in key or "tokenizer" in key
-
-
-def _flat(settings: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Settings by dotted name, without the sections that hold them."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{before}{name}.")
-        else:
-            flat[before + name] = value
-    return flat
 
 
 def _other_items(first: Run, second: Run) -> Iterator[Difference]:

@@ -10,11 +10,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from wholebatch.record import Evaluation, UpdateRecord
+from wholebatch.record import UpdateRecord
 from wholebatch.report.curves import loss_curve, padding_line
 from wholebatch.report.run_view import CURVE_COLUMNS, heading, ledger_line, number, recent_table, title
 from wholebatch.report.summary import LAST_UPDATES_SHOWN
-from wholebatch.report.words import number_of, skip_words
+from wholebatch.report.words import evaluation_words, number_of, skip_words
 from wholebatch.run_reader import Run, read_run
 from wholebatch.run_tail import RunTail
 
@@ -28,7 +28,7 @@ def follow(folder: Path, console: Console) -> Run:
     """Watch a run until it ends.
 
     Waits where the folder is empty. A run that was killed has no end: watching it goes on, as it may
-    be gone on with, until the user stops it.
+    be resumed, until the user stops it.
 
     Args:
         folder: of the run.
@@ -87,7 +87,7 @@ def panel(run: Run, quiet_seconds: float) -> RenderableType:
     if padding := padding_line(run.records[-CURVE_COLUMNS:], width=CURVE_COLUMNS):
         parts.append(Text(f"padding share of the last updates: {padding[0]}"))
     if run.evaluations:
-        parts.append(Text(evaluation_line(run.evaluations[-1])))
+        parts.append(Text(evaluation_words(run.evaluations[-1])))
     if run.records:
         parts += ["", heading("last updates"), recent_table(run.records[-PANEL_UPDATES:])]
     return Group(*parts)
@@ -141,7 +141,7 @@ def news(before: Run | None, run: Run) -> list[str]:
             updates = min(updates, again.updates_attempted)
             evaluations = sum(e.samples_consumed <= again.samples for e in before.evaluations)
     lines += [update_line(record) for record in run.records[updates:]]
-    return lines + [evaluation_line(evaluation) for evaluation in run.evaluations[evaluations:]]
+    return lines + [evaluation_words(evaluation) for evaluation in run.evaluations[evaluations:]]
 
 
 def update_line(record: UpdateRecord) -> str:
@@ -152,12 +152,4 @@ def update_line(record: UpdateRecord) -> str:
         f"update {record.updates_attempted:,}  loss per item {number(record.loss_per_item)}  "
         f"{number_of(record.samples, 'sample')}  {record.items:,} items  "
         f"norm {number(record.gradient_norm)}  {record.seconds:.3f} s"
-    )
-
-
-def evaluation_line(evaluation: Evaluation) -> str:
-    """An evaluation in one line."""
-    return (
-        f"{evaluation.split.replace('_', ' ')} after {number_of(evaluation.updates_applied, 'update')}: "
-        f"loss per item {number(evaluation.loss_per_item)} over {evaluation.items:,} items"
     )

@@ -238,10 +238,10 @@ def _checkpoints(checkpoints: Sequence[dict[str, Any]]) -> RenderableType:
     for each in checkpoints:
         table.add_row(
             Text(each["name"]),
-            "-" if each["updates_attempted"] is None else f"{each['updates_attempted']:,}",
-            "-" if each["samples"] is None else f"{each['samples']:,}",
+            f"{each['updates_attempted']:,}",
+            f"{each['samples']:,}",
             number(each["score"]),
-            each["created_at"] or "-",
+            each["created_at"],
         )
     return Group(heading("checkpoints"), table)
 

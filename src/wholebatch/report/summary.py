@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from wholebatch.checkpoint_folder import facts_in
 from wholebatch.record import UpdateRecord, padding_share
 from wholebatch.run_reader import Run
 
 LAST_UPDATES_SHOWN = 5
 # Of the JSON of ``wholebatch show`` and ``wholebatch train``.
 SCHEMA_VERSION = 1
-CHECKPOINTS_FOLDER, MANIFEST_FILE = "checkpoints", "manifest.json"
+CHECKPOINTS_FOLDER = "checkpoints"
 
 
 def run_summary(run: Run) -> dict[str, Any]:
@@ -58,42 +57,26 @@ def run_summary(run: Run) -> dict[str, Any]:
 def found_checkpoints(folder: Path) -> list[dict[str, Any]]:
     """The checkpoints in a run's folder by update, as their manifests tell of them.
 
-    Nothing is checked but that a manifest can be read: whether a checkpoint is whole is found out
-    when it is loaded. One without a manifest is no checkpoint and is left out.
+    Whether the files of one are whole is found out when it is loaded; one without a manifest that can be
+    trusted is no checkpoint and is left out.
 
     Args:
         folder: of the run.
 
     Returns:
         Of each ``name``, ``created_at``, ``updates_attempted`` and ``samples`` (of its counters) and
-        ``score``; None for what a manifest does not say.
+        ``score``, None where it has none.
     """
-    found = []
-    for path in sorted((folder / CHECKPOINTS_FOLDER).glob("update-*")):
-        if not re.fullmatch(r"update-\d+(-\d+)?", path.name):
-            continue
-        try:
-            manifest = json.loads((path / MANIFEST_FILE).read_bytes())
-        except (OSError, ValueError):
-            continue
-        if isinstance(manifest, dict):
-            found.append({"name": path.name, **_facts_of(manifest)})
-    return found
-
-
-def _facts_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    counters = manifest.get("counters")
-    counters = counters if isinstance(counters, dict) else {}
-    return {
-        "created_at": _if_of(str, manifest.get("created_at")),
-        "updates_attempted": _if_of(int, counters.get("updates_attempted")),
-        "samples": _if_of(int, counters.get("samples")),
-        "score": _if_of((int, float), manifest.get("score")),
-    }
-
-
-def _if_of(kinds: type | tuple[type, ...], value: Any) -> Any:
-    return value if isinstance(value, kinds) and not isinstance(value, bool) else None
+    return [
+        {
+            "name": facts.path.name,
+            "created_at": facts.created_at,
+            "updates_attempted": facts.updates_attempted,
+            "samples": facts.samples,
+            "score": facts.score,
+        }
+        for facts in facts_in(folder / CHECKPOINTS_FOLDER)
+    ]
 
 
 def _peak_memory(records: Sequence[UpdateRecord]) -> int | None:

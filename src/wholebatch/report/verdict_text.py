@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from wholebatch.verify.words import factor_text, number_of
+from wholebatch.verify.words import counted_word, factor_text
 
 # Blanks between columns, and what a name keeps however narrow the terminal is.
 _GAP = 2
@@ -30,12 +30,12 @@ def render(verdict: Mapping[str, Any], target: str, console: Console) -> None:
 
     tell(f"[bold]{escape(target)}[/]: {_headline(verdict)}")
     items = ", ".join(
-        number_of(number, f"item of {term}", f"items of {term}")
+        counted_word(number, f"item of {term}", f"items of {term}")
         for term, number in verdict["num_items"].items()
     )
     tell(
-        f"whole batch: {number_of(verdict['num_samples'], 'sample')}, {escape(items)}; "
-        f"{number_of(verdict['ranks'], 'rank')}; judged in {verdict['judged_in']}"
+        f"whole batch: {counted_word(verdict['num_samples'], 'sample')}, {escape(items)}; "
+        f"{counted_word(verdict['ranks'], 'rank')}; judged in {verdict['judged_in']}"
     )
     console.print(_splits_table(verdict["splits"], console.width))
     for line in _lines(verdict):

@@ -117,13 +117,7 @@ class Checkpoints:
 
         Those whose manifest can't be read are left out; ``load`` names them.
         """
-        found = []
-        for path in disk.checkpoint_paths(self.folder):
-            try:
-                found.append(disk.read_facts(path))
-            except DamageError:
-                continue
-        return found
+        return disk.facts_in(self.folder)
 
     def save(
         self, window: UpdateWindow, *, more: Mapping[str, Any] | None = None, score: float | None = None

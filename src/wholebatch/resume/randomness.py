@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from wholebatch.replay import RandomState
+from wholebatch.replay import RandomState, seed_all
 
 
 def packed(state: RandomState) -> dict[str, Any]:
@@ -60,7 +59,5 @@ def restore(states: list[Mapping[str, Any]], *, rank: int, updates_attempted: in
         return True
     material = bytes(states[0]["host"].tolist()) + f"rank {rank}, update {updates_attempted}".encode()
     seed = int.from_bytes(hashlib.blake2b(material, digest_size=7).digest())
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    seed_all(seed)
     return False

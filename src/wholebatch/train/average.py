@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from wholebatch.errors import UsageError, WindowUsageError
 from wholebatch.record import UpdateRecord
+from wholebatch.resume.contents import unwrapped
 from wholebatch.train.settings import AverageConfig
 
 
@@ -28,22 +28,17 @@ class Average:
 
     Args:
         module: the model, bare, compiled or under DistributedDataParallel, frozen as it will be.
-        decay_per_update: d, the share of the average that an applied update keeps.
+        decay_per_update: d, above 0 and below 1: the share of the average that an applied update keeps.
 
     Raises:
-        UsageError: a decay outside 0 to 1, or a model of which nothing trains.
+        UsageError: a model of which nothing trains.
 
     Exactness: one rounding in the parameters' dtype for each update. It follows parameters alone, so
     it is the same under any split for which they are.
     """
 
     def __init__(self, module: nn.Module, *, decay_per_update: float) -> None:
-        if not 0.0 < decay_per_update < 1.0:
-            raise UsageError(
-                f"average.decay_per_update = {decay_per_update} is no share that an update keeps; give "
-                f"one between 0 and 1, such as 0.999, or 0 for no average"
-            )
-        trained = {name: p for name, p in _bare(module).named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in unwrapped(module).named_parameters() if p.requires_grad}
         if not trained:
             raise UsageError("average.decay_per_update is given, and no parameter of the model trains")
         self._names = list(trained)
@@ -112,7 +107,7 @@ class Average:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`.
+        """Resume from a :meth:`state_dict`.
 
         Raises:
             UsageError: it is of other parameters.
@@ -124,7 +119,7 @@ class Average:
         if odd:
             raise UsageError(
                 f"the saved average has {len(saved)} parameters and the model trains {len(pairs)}; they "
-                f"differ in {', '.join(odd[:3])}{' and more' if len(odd) > 3 else ''}, so go on with the "
+                f"differ in {', '.join(odd[:3])}{' and more' if len(odd) > 3 else ''}, so resume with the "
                 f"same model, or without the average (average.decay_per_update = 0)"
             )
         with torch.no_grad():
@@ -156,14 +151,3 @@ def make_average(module: nn.Module, settings: AverageConfig) -> Average | None:
     if settings.decay_per_update == 0.0:
         return None
     return Average(module, decay_per_update=settings.decay_per_update)
-
-
-def _bare(module: nn.Module) -> nn.Module:
-    """The module inside wrappers, whose names are the same with and without them."""
-    while True:
-        inner = getattr(module, "_orig_mod", None)  # torch.compile's wrapper
-        if isinstance(module, DistributedDataParallel):
-            inner = module.module
-        if not isinstance(inner, nn.Module):
-            return module
-        module = inner

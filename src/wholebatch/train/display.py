@@ -15,7 +15,7 @@ from rich.text import Text
 
 from wholebatch.record import Evaluation, UpdateRecord
 from wholebatch.report.curves import sparkline
-from wholebatch.report.words import number_of, skip_words
+from wholebatch.report.words import evaluation_words, skip_words
 
 # The pace is shown over this many updates: one is too noisy, all too slow to follow.
 PACE_UPDATES = 20
@@ -187,13 +187,3 @@ class LiveDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
-
-
-def evaluation_words(evaluation: Evaluation) -> str:
-    """An evaluation in one line."""
-    loss, updates = evaluation.loss_per_item, number_of(evaluation.updates_applied, "update")
-    return (
-        f"{evaluation.split.replace('_', ' ')} after {updates}: "
-        f"loss per item {'not finite' if loss is None else f'{loss:.4f}'} "
-        f"over {evaluation.items:,} items in {evaluation.samples:,} samples ({evaluation.seconds:.1f} s)"
-    )

@@ -8,7 +8,6 @@ and the random state of the training process is left as it was.
 from __future__ import annotations
 
 import pickle
-import random
 import signal
 import threading
 import warnings
@@ -23,8 +22,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from wholebatch.errors import JudgeError, WholebatchError
-from wholebatch.order import SampleOrder
+from wholebatch.order import SampleOrder, random_numbers
 from wholebatch.plan import BatchPlan
+from wholebatch.replay import random_state_kept, seed_host
 from wholebatch.train.data.store import TokenSamples
 from wholebatch.train.material import Batch, JobData, Samples
 from wholebatch.whereabouts import told
@@ -39,7 +39,7 @@ def windows(
     plan: BatchPlan,
     *,
     replica: int,
-    start: int,
+    start_samples: int,
     workers: int,
     seed: int,
 ) -> Generator[list[Batch]]:
@@ -52,7 +52,7 @@ def windows(
         order: which samples come when.
         plan: how a global batch is cut.
         replica: which of the plan's replicas this is.
-        start: position of the first global batch, in samples consumed since the start of training.
+        start_samples: position of the first global batch: samples consumed since the start of training.
         workers: processes that read ahead; 0 reads when a global batch is asked for.
         seed: of the run; decides what a data set draws at random.
 
@@ -65,13 +65,13 @@ def windows(
 
     Exactness: the batches do not depend on ``workers``.
     """
-    keys = _keys(order, plan, replica, start)
+    keys = _keys(order, plan, replica, start_samples)
     reader = _Reader(train=data.train, collate=data.collate, seed=seed)
     if workers == 0:
         made: Iterator[tuple[Batch | None, bool]] = ((reader.batch(key), key.ends_window) for key in keys)
     else:
         ahead = min(_MOST_AHEAD_PER_WORKER, max(2, -(-plan.micro_batches_per_window // workers)))
-        made = _read_ahead(reader, keys, workers=workers, ahead=ahead, seed=seed + start)
+        made = _read_ahead(reader, keys, workers=workers, ahead=ahead, seed=seed + start_samples)
     try:
         window: list[Batch] = []
         for batch, ends_window in made:
@@ -109,7 +109,7 @@ def micro_batch(
     if isinstance(samples, TokenSamples):  # which draw nothing at random
         return collate([samples[index] for index in ids], ids, epoch)
     chosen = []
-    with _random_state_kept():
+    with random_state_kept(host_alone=True):
         for index in ids:
             _seed(seed, epoch, index)
             with _naming(f"reading {_named(samples, index)} failed"):
@@ -127,8 +127,7 @@ class _Key(NamedTuple):
     ends_window: bool
 
 
-def _keys(order: SampleOrder, plan: BatchPlan, replica: int, start: int) -> Iterator[_Key]:
-    position = start
+def _keys(order: SampleOrder, plan: BatchPlan, replica: int, position: int) -> Iterator[_Key]:
     while True:
         window = order.window(
             position,
@@ -289,23 +288,7 @@ def _naming(what: str) -> Iterator[None]:
         raise JudgeError(f"{what} with {told(error)}") from error
 
 
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Put the generators of the host back to where they are now."""
-    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(kept[0])
-        np.random.set_state(kept[1])
-        torch.set_rng_state(kept[2])
-
-
 def _seed(seed: int, epoch: int, sample_id: int) -> None:
     """Let the generators of the host draw what these three alone decide."""
-    key = np.array([seed, epoch], dtype=np.uint64)
-    counter = np.array([0, sample_id, 2, 0], dtype=np.uint64)  # 0 is the order's, 1 that of masks
-    drawn = int(np.random.Philox(key=key, counter=counter).random_raw() >> 1)
-    random.seed(drawn)
-    np.random.seed(drawn % 2**32)
-    torch.default_generator.manual_seed(drawn)
+    (drawn,) = random_numbers("sample", 1, seed=seed, epoch=epoch, sample_id=sample_id)
+    seed_host(int(drawn >> np.uint64(1)))

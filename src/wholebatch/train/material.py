@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from wholebatch.objective import Objective
 
+# A label of what nothing is learned of.
+IGNORED_LABEL = -100
 # One micro-batch: tensors by name, and "sample_ids" of shape (samples,).
 Batch = Mapping[str, Any]
 
@@ -36,7 +38,6 @@ class JobData:
         vocabulary: token ids that the model must know; None where the source is the user's own.
         num_labels: classes of the objective "label"; None for the others.
         padding_id: token id of padding, masked or not attended to.
-        lengths: tokens of each training sample where they are known ahead; None where not.
         facts: what the run header says about the data.
     """
 
@@ -47,7 +48,6 @@ class JobData:
     vocabulary: int | None = None
     num_labels: int | None = None
     padding_id: int = 0
-    lengths: Sequence[int] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholebatch.errors import UnsupportedError, UsageError
+from wholebatch.finish import needs_closure
 from wholebatch.targets import find_target
 from wholebatch.train.settings import OptimizerConfig
 
@@ -106,13 +107,16 @@ def optimizer_class(name: str) -> type[Any]:
         UnsupportedError: its step needs a closure.
         UsageError: there is no such class, or it is no optimizer.
     """
-    found = _own_class(name) if ":" in name else vars(torch.optim).get(name)
+    found = (
+        find_target(name, what="an optimizer", key="optimizer.name")
+        if ":" in name
+        else vars(torch.optim).get(name)
+    )
     if not _is_optimizer(found):
         known = [key for key, value in vars(torch.optim).items() if _is_optimizer(value)]
         instead = "; it is no subclass of torch.optim.Optimizer" if ":" in name else _nearest(name, known)
         raise UsageError(f"optimizer.name = {name!r} is no optimizer{instead}")
-    closure = inspect.signature(found.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(found.step):
         raise UnsupportedError(
             f"optimizer.name = {name!r}: its step needs a closure that computes the loss again, and one "
             f"update would be several passes over the global batch; take one that steps on gradients, "
@@ -123,14 +127,6 @@ def optimizer_class(name: str) -> type[Any]:
 
 def _is_optimizer(value: object) -> TypeGuard[type[Any]]:
     return inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
-
-
-def _own_class(name: str) -> object:
-    try:
-        found: object = find_target(name, what="an optimizer")
-    except UsageError as error:
-        raise UsageError(f"optimizer.name: {error}") from error
-    return found
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

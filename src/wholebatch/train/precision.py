@@ -16,11 +16,10 @@ from wholebatch.train.settings import PrecisionConfig
 
 
 def check_precision(settings: PrecisionConfig) -> None:
-    """Refuse settings that contradict each other; needs no data and no model.
+    """Refuse autocast over float64 parameters, which it would leave as they are.
 
     Raises:
-        UsageError: autocast over float64 parameters, which it would leave as they are, or a loss scale
-            that is not a positive number.
+        UsageError: with both settings.
     """
     if settings.autocast != "off" and settings.parameters == "float64":
         raise UsageError(
@@ -28,37 +27,19 @@ def check_precision(settings: PrecisionConfig) -> None:
             f"leaves float64 alone, so nothing would be computed in {settings.autocast}; set one of them "
             f'to "float32" or "off"'
         )
-    if not 0.0 < settings.initial_loss_scale < float("inf"):
-        raise UsageError(
-            f"precision.initial_loss_scale = {settings.initial_loss_scale} is no loss scale; give a "
-            f"positive number, a power of 2 for an exact one"
-        )
-
-
-def parameter_dtype(settings: PrecisionConfig) -> torch.dtype:
-    """The dtype of parameters, gradients and optimizer state."""
-    dtype: torch.dtype = getattr(torch, settings.parameters)
-    return dtype
 
 
 def autocast(settings: PrecisionConfig, device: torch.device) -> AbstractContextManager[object]:
     """What to put around one forward: ``torch.autocast`` in the chosen dtype, or nothing.
 
-    Enter a new one for every forward, so that what it caches (the parameters' casts) is dropped before
-    they change.
-
-    Args:
-        settings: the section ``[precision]``.
-        device: where the forward runs.
+    A new one for every forward, so that the casts that it caches are dropped before parameters change.
 
     Raises:
-        UsageError: as ``check_precision``, or a device that has no autocast.
+        UsageError: a device that has no autocast.
 
-    Exactness: not equal to a forward without it: matrix products are rounded to the dtype. Split and
-    whole still differ by rounding only, because each sample is rounded the same way in both. Sum the
-    loss in float32, as every objective of this package does.
+    Exactness: not equal to a forward without it, which rounds nothing to the dtype. Split and whole differ
+    by rounding alone: each sample is rounded the same way in both.
     """
-    check_precision(settings)
     if settings.autocast == "off":
         return nullcontext()
     if not is_autocast_available(device.type):
@@ -70,22 +51,10 @@ def autocast(settings: PrecisionConfig, device: torch.device) -> AbstractContext
 
 
 def make_scaler(settings: PrecisionConfig, device: torch.device) -> GradScaler | None:
-    """The loss scaler to give to the window: one for float16, ``None`` otherwise.
-
-    float16 ends at 6e-8 below; the loss is multiplied by a scale before the backward and the gradients are
-    divided by it before the norm. The scale halves when a gradient overflows, in an update that is
-    skipped, and doubles after 2000 applied updates in a row.
-
-    Args:
-        settings: the section ``[precision]``.
-        device: where the parameters are.
-
-    Raises:
-        UsageError: as ``check_precision``.
+    """The loss scaler to give to the window: one for float16, which ends at 6e-8 below, else ``None``.
 
     Exactness: a scale that is a power of 2 changes no digit of what does not overflow or underflow.
     """
-    check_precision(settings)
     if settings.autocast != "float16":
         return None
     return GradScaler(device.type, init_scale=settings.initial_loss_scale)

@@ -1,7 +1,7 @@
 """The learning rate over a run, in one unit: applied updates, samples or items.
 
 The rate of an update is decided before it runs, from what was consumed until then. An update that is
-run again therefore has the rate it had, and so has a run that goes on from a checkpoint, or on
+run again therefore has the rate it had, and so has a run that is resumed from a checkpoint, or on
 another number of ranks.
 """
 
@@ -103,21 +103,16 @@ def rate_curve(config: TrainConfig, *, samples_of_run: int, items_per_update: fl
 
     Args:
         config: all settings: the schedule, the global batch and the updates of the run.
-        samples_of_run: samples that ``run.num_updates`` updates consume, short tails taken into account.
-        items_per_update: mean items of a global batch, where the lengths of the samples tell it. Only a
-            schedule in items needs it, to begin above 0: 1 makes the first update of its warm-up
+        samples_of_run: that ``run.num_updates`` updates consume, short tails taken into account; 1 or more.
+        items_per_update: mean items of a global batch, where the lengths of the samples tell it; above 0.
+            Only a schedule in items needs it, to begin above 0: 1 makes the first update of its warm-up
             almost nothing.
 
     Raises:
-        UsageError: as :func:`schedule_unit`, or a number that is not positive.
+        UsageError: as :func:`schedule_unit`.
     """
     settings = config.schedule
     unit = schedule_unit(settings)
-    if samples_of_run <= 0 or not items_per_update > 0.0:
-        raise UsageError(
-            f"a run of {samples_of_run} samples with {items_per_update} items in an update has no "
-            f"learning-rate schedule; both are positive"
-        )
     consumed_per_update = {
         "updates": 1.0,
         "samples": float(min(config.batch.global_batch_samples, samples_of_run)),

@@ -21,7 +21,7 @@ from wholebatch.oracle import batch_in, loss_terms, private_copy, trainable
 from wholebatch.replay import BufferKeeper, RandomState
 from wholebatch.split import num_samples, split_batch
 from wholebatch.verify.trial import Problem, seeded
-from wholebatch.verify.words import number_of
+from wholebatch.verify.words import counted_word
 from wholebatch.whereabouts import told
 
 # Sampled splits stop at so many micro-batches: more of the same show nothing new and take long.
@@ -97,8 +97,8 @@ def sampled_splits(samples: int, seed: int, *, ranks: int) -> list[tuple[int, ..
     """
     if samples < max(2, ranks):
         raise JudgeError(
-            f"a batch of {number_of(samples, 'sample')} can't be split over {number_of(ranks, 'rank')} "
-            f"into {max(2, ranks)} micro-batches or more; give verify at least {max(2, ranks)} samples"
+            f"a batch of {counted_word(samples, 'sample')} can't be split over "
+            f"{counted_word(ranks, 'rank')} into {max(2, ranks)} micro-batches or more; give verify at least {max(2, ranks)} samples"
         )
     draw = random.Random(seed)
     finest = min(samples, _MOST_MICRO_BATCHES)
@@ -141,7 +141,7 @@ def checked_splits(splits: Sequence[Sequence[int]], samples: int, *, ranks: int)
             )
         if len(sizes) < ranks:
             raise SplitError(
-                f"{list(sizes)} has {number_of(len(sizes), 'micro-batch', 'micro-batches')} for {ranks} "
+                f"{list(sizes)} has {counted_word(len(sizes), 'micro-batch', 'micro-batches')} for {ranks} "
                 f"ranks; give each rank one"
             )
     return [tuple(sizes) for sizes in listed]

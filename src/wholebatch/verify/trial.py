@@ -8,13 +8,11 @@ one by one, added up in float64, divided at the end), and the window under test.
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,11 +34,10 @@ from wholebatch.oracle import (
     gradients_by_name,
     loss_terms,
     private_copy,
-    random_state_kept,
     trainable,
 )
 from wholebatch.record import UpdateRecord
-from wholebatch.replay import RandomState
+from wholebatch.replay import RandomState, random_state_kept, seed_all
 from wholebatch.verify.together import SomeRanksFailedError, group_rank_and_size, together
 from wholebatch.verify.wrapping import wrapped_answering
 from wholebatch.whereabouts import told
@@ -122,9 +119,7 @@ def check_seed(seed: Any) -> None:
 def seeded(seed: int) -> Iterator[None]:
     """Start every global generator from ``seed``, and put all random state back at the end."""
     with random_state_kept():
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+        seed_all(seed)
         yield
 
 

@@ -11,8 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from wholebatch.errors import JudgeError
 from wholebatch.gradients import copy_gradients
-from wholebatch.oracle import random_state_kept
-from wholebatch.replay import BufferKeeper
+from wholebatch.replay import BufferKeeper, random_state_kept
 
 
 @contextmanager

@@ -53,6 +53,6 @@ def factor_sentence(factor: float | None, num_micro_batches: int) -> str:
     )
 
 
-def number_of(number: float, word: str, plural: str | None = None) -> str:
+def counted_word(number: float, word: str, plural: str | None = None) -> str:
     """``"1 rank"``, ``"2 ranks"``."""
     return f"{number:.15g} {word if number == 1 else plural or word + 's'}"

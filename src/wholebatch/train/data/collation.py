@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from wholebatch.train.data.masks import Masks
-from wholebatch.train.data.pydoc import IGNORED_LABEL
 from wholebatch.train.data.store import TokenSample
-from wholebatch.train.material import Batch
+from wholebatch.train.material import IGNORED_LABEL, Batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

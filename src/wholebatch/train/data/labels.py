@@ -26,7 +26,7 @@ Label = int | str
 SeenLabels = dict[Label, SeenLabel]
 
 
-def number_of(label: Label, place: str, seen: SeenLabels) -> int:
+def first_sight_number(label: Label, place: str, seen: SeenLabels) -> int:
     """The number of a label among those seen, which it joins where it is new."""
     found = seen.get(label)
     if found is None:

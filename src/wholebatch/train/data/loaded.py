@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -17,8 +16,16 @@ from wholebatch.train.data.collation import Collation
 from wholebatch.train.data.labels import as_classes, class_names
 from wholebatch.train.data.masks import Masks, make_masks
 from wholebatch.train.data.own import load_own
-from wholebatch.train.data.pydoc import is_held_out
-from wholebatch.train.data.rows import Form, Row, expand, jsonl_rows, of_one_form, pydoc_rows, text_rows
+from wholebatch.train.data.rows import (
+    Form,
+    Row,
+    expand,
+    is_held_out,
+    jsonl_rows,
+    of_one_form,
+    pydoc_rows,
+    text_rows,
+)
 from wholebatch.train.data.samples import Reading, check_cap, read_rows
 from wholebatch.train.data.store import TokenSamples
 from wholebatch.train.data.tokens import Tokenizer, bytes_tokenizer, folder_tokenizer
@@ -84,10 +91,6 @@ def _check_source(config: TrainConfig) -> None:
         raise UsageError(
             f'objective.kind = "label" needs rows with text and label, and data.source is {data.source!r}; '
             f'set it to "jsonl"'
-        )
-    if data.held_out_one_in < 2:
-        raise UsageError(
-            f"data.held_out_one_in is {data.held_out_one_in}; with 2 or more, 1 in so many is held out"
         )
 
 
@@ -197,7 +200,6 @@ def _job_data(config: TrainConfig, reading: Reading, tokenizer: Tokenizer, form:
         vocabulary=tokenizer.vocabulary,
         num_labels=len(names) if kind == "label" else None,
         padding_id=tokenizer.padding_id,
-        lengths=array("q", train.lengths.tobytes()),
         facts=facts | ({"labels": names} if kind == "label" else {}),
     )
 

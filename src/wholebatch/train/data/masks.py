@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wholebatch.train.data.pydoc import IGNORED_LABEL
+from wholebatch.order import random_numbers
 from wholebatch.train.data.tokens import Tokenizer
-
-# Sets the numbers that are drawn here apart from those of the order of the samples, whose key is the same.
-_MASKS = 1
+from wholebatch.train.material import IGNORED_LABEL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +54,8 @@ class Masks:
         labels = np.full(len(tokens), IGNORED_LABEL, dtype=np.int64)
         candidates = np.flatnonzero(self.may_hide[tokens])
         n = len(candidates)
-        key = np.array([self.seed, epoch], dtype=np.uint64)
-        first = np.array([0, sample_id, _MASKS, 0], dtype=np.uint64)
-        # Raw numbers, whose stream is promised to stay the same over versions.
-        drawn = np.random.Philox(key=key, counter=first).random_raw(3 * n).reshape(3, n)
+        drawn = random_numbers("masks", 3 * n, seed=self.seed, epoch=epoch, sample_id=sample_id)
+        drawn = drawn.reshape(3, n)
         chosen = candidates[np.argsort(drawn[0], kind="stable")[: int(self.num_hidden(n))]]
         fate, other = drawn[1, : len(chosen)] % 10, drawn[2, : len(chosen)] % len(self.ordinary)
         labels[chosen] = seen[chosen]

@@ -7,14 +7,16 @@ one can be named.
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any, Literal
 
 from wholebatch.errors import UsageError
-from wholebatch.train.data.pydoc import paragraphs
 
 Form = Literal["text", "completion", "label"]
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -97,6 +99,20 @@ def text_rows(files: Sequence[str]) -> Iterator[Row]:
                 held = []
         if held:
             yield Row(file=file, line=begin, form="text", text="\n".join(held))
+
+
+def paragraphs() -> Iterator[str]:
+    """The paragraphs of Python's own topic pages, in a fixed order; blank lines part them."""
+    for name in sorted(topics):
+        for text in re.split(r"\n\s*\n", topics[name]):
+            if text.strip():
+                yield text.strip("\n")
+
+
+def is_held_out(text: str, held_out_one_in: int) -> bool:
+    """Whether this text belongs to the held-out split: its hash is 0 modulo ``held_out_one_in``."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % held_out_one_in == 0
 
 
 def pydoc_rows() -> Iterator[Row]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from wholebatch.errors import UsageError
-from wholebatch.train.data.labels import SeenLabels, number_of
+from wholebatch.train.data.labels import SeenLabels, first_sight_number
 from wholebatch.train.data.rows import Row
 from wholebatch.train.data.store import Growing
 from wholebatch.train.data.tokens import Tokenizer
@@ -139,7 +139,7 @@ def _add_whole(
     if longer:
         total = len(tokens) + len(tokenizer.begin) + len(tokenizer.end)
         _may_be_longer(row, total, config, may_cut=False)
-    label = -1 if row.label is None else number_of(row.label, row.place, side.labels)
+    label = -1 if row.label is None else first_sight_number(row.label, row.place, side.labels)
     side.samples.add(tokenizer.begin, tokens[:room], tokenizer.end, label=label)
     return longer
 

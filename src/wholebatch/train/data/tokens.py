@@ -9,9 +9,9 @@ from typing import Any
 
 from wholebatch.errors import UsageError
 from wholebatch.extras import needed
-from wholebatch.train.data.pydoc import BEGIN
 
-# Ids of the bytes tokenizer beside the 256 bytes and BEGIN = 256. A model gets those that occur.
+# Ids of the bytes tokenizer beside the 256 bytes. A model gets those that occur.
+BEGIN = 256  # before the first byte, so that every byte is predicted from something
 END = 257  # after a completion: it is learned, so that the model can tell when to stop
 MASK = 258  # in place of a byte that is to be found
 

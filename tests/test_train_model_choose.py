@@ -31,6 +31,7 @@ SMALL = {"layers": 2, "width": 16, "heads": 2}
 
 def build(kind="next_token", data=None, **sections):
     config = settings(objective={"kind": kind}, **sections)
+    check_model_settings(config)
     return build_model(config, data=job_data(kind, **(data or {})), device="cpu")
 
 
@@ -146,6 +147,20 @@ def test_only_adapters_train_and_the_first_logits_are_those_of_the_base():
     model.forward(model.module, batch).sum().backward()
     frozen = [n for n, p in model.module.named_parameters() if p.grad is None]
     assert frozen == [n for n, p in model.module.named_parameters() if not p.requires_grad]
+
+
+def test_dropout_before_new_adapters_is_named_and_not_the_window():
+    """Their output is zero, so that the loss does not show the noise; their gradient does."""
+    model = build(lora={"rank": 2, "dropout": 0.5})
+    objective = job_data().objective
+    found = verify_window(
+        model.module,
+        lambda module, batch: objective(model.forward(module, batch), batch),
+        ragged(),
+        objective=objective,
+    )
+    assert (found.equal, found.cause, found.equal_when_replayed) == (False, "dropout", True)
+    assert "report" not in found.advice
 
 
 def test_layers_that_are_named_get_the_adapters():

@@ -18,10 +18,10 @@ from torch import nn
 from wholebatch.errors import UnsupportedError, UsageError
 from wholebatch.train.material import Batch, JobData, JobModel
 from wholebatch.train.models.gpt import GPT, GPTShape, num_parameters
-from wholebatch.train.models.huggingface import check_folder, load_folder
+from wholebatch.train.models.huggingface import check_folder, check_shape, load_folder
 from wholebatch.train.models.inputs import token_ids
 from wholebatch.train.models.lora import add_adapters
-from wholebatch.train.models.own import call_own
+from wholebatch.train.models.own import call_own, own_function
 from wholebatch.train.settings import ModelConfig, TrainConfig
 
 # Layers, width and heads.
@@ -42,8 +42,10 @@ def check_model_settings(config: TrainConfig) -> None:
         config: all settings.
 
     Raises:
+        JudgeError: importing a model of the user's own failed.
         UsageError: a width that the heads do not divide, an objective or an option that the model
-            can't serve, or a folder that holds no model.
+            can't serve, a folder that holds no model or one of another shape, no such function, or a
+            setting that would be passed over.
     """
     kind = source_kind(config.model.source)
     if kind == "gpt":
@@ -56,6 +58,10 @@ def check_model_settings(config: TrainConfig) -> None:
             )
     if kind == "folder":
         check_folder(config.model)
+        check_shape(config)
+    if kind == "own":
+        own_function(config.model)
+    _refuse_passed_over(config, kind)
     if kind != "folder" and config.model.from_scratch:
         raise UsageError(
             f"model.from_scratch is for a Hugging Face folder, and model.source is "
@@ -71,6 +77,35 @@ def check_model_settings(config: TrainConfig) -> None:
             f"model.activation_checkpointing can't reach into {config.model.source}; call "
             f"torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) in its forward, and set "
             f"it to false"
+        )
+
+
+def _refuse_passed_over(config: TrainConfig, kind: str) -> None:
+    """Refuse settings that nothing would read: whoever gave them believes that they do something."""
+    default = TrainConfig()
+    sizes = ("size", "layers", "width", "heads")
+    for key in (*sizes, "dropout") if kind == "own" else sizes if kind == "folder" else ():
+        if (value := getattr(config.model, key)) != getattr(default.model, key):
+            raise UsageError(
+                f"model.{key} is {value!r}, and model.source {config.model.source!r} has its own; leave it "
+                f"out{', or hand it on in model.options' if kind == 'own' else ''}"
+            )
+    for key in ("alpha", "dropout", "target_modules"):
+        if not config.lora.rank and (value := getattr(config.lora, key)) != getattr(default.lora, key):
+            raise UsageError(
+                f"lora.{key} is {value!r}, and lora.rank = 0 makes no adapters; give a rank, or leave "
+                f"it out"
+            )
+    masked, own_data = config.objective.masked_share, ":" in config.data.source
+    if masked != default.objective.masked_share and (own_data or config.objective.kind != "masked_token"):
+        raise UsageError(
+            f"objective.masked_share is {masked}, and nothing is masked here, with objective.kind = "
+            f"{config.objective.kind!r} and data.source = {config.data.source!r}; leave it out"
+        )
+    if own_data and kind == "own" and config.objective.kind != default.objective.kind:
+        raise UsageError(
+            f"objective.kind is {config.objective.kind!r}, and data.source {config.data.source!r} brings "
+            f"its own objective; leave it out"
         )
 
 
@@ -99,13 +134,14 @@ def build_model(config: TrainConfig, *, data: JobData, device: torch.device | st
     start from the same parameters.
 
     Args:
-        config: all settings.
+        config: all settings, that `check_model_settings` passes.
         data: the samples; their vocabulary, labels and padding are what the model must fit.
         device: where the model is put.
 
     Returns:
-        The module in training mode, its forward, and the facts ``name``, ``source``, ``parameters``,
-        ``trainable_parameters``, ``dtype`` and what else there is to say.
+        The module in training mode, or in that which your own function gave it, its forward, and the
+        facts ``name``, ``source``, ``parameters``, ``trainable_parameters``, ``dtype`` and what else there
+        is to say.
 
     Raises:
         UsageError: settings that do not fit each other, the data or the folder.
@@ -113,7 +149,6 @@ def build_model(config: TrainConfig, *, data: JobData, device: torch.device | st
     Exactness: the built-in GPT and what transformers pads with a mask are exact in real arithmetic over
         any split without dropout; of your own model ``verify_window`` tells.
     """
-    check_model_settings(config)
     dtype: torch.dtype = getattr(torch, config.precision.parameters)
     kind = source_kind(config.model.source)
     if kind == "gpt":
@@ -140,7 +175,9 @@ def build_model(config: TrainConfig, *, data: JobData, device: torch.device | st
     }
     if not facts["trainable_parameters"]:
         raise UsageError(f"model.source {config.model.source} has no parameter that trains")
-    return JobModel(module=module.train(), forward=built.forward, facts=facts)
+    if kind != "own":  # whose parts may be in eval mode on purpose, such as a batch norm
+        module.train()
+    return JobModel(module=module, forward=built.forward, facts=facts)
 
 
 def compile_in_place(module: nn.Module, device: torch.device) -> None:

@@ -74,6 +74,20 @@ def check_folder(settings: ModelConfig) -> None:
     )
 
 
+def check_shape(config: TrainConfig) -> None:
+    """Refuse, before any weight or sample is read, what the folder's config.json shows not to fit.
+
+    Raises:
+        UsageError: transformers is not installed, a shape that it does not know or that brings its own
+            code, or samples longer than its positions.
+    """
+    transformers = needed("transformers", extra="hf", why=f"model.source {config.model.source!r}")
+    folder = Path(config.model.source).expanduser()
+    with quiet(transformers), _told(folder, config.objective.kind):
+        positions = _positions_of(_shape(transformers, folder))
+    _check_cap(config, folder, positions)
+
+
 def load_folder(config: TrainConfig, data: JobData, dtype: torch.dtype) -> JobModel:
     """The folder's model with the head that the objective needs.
 
@@ -92,7 +106,7 @@ def load_folder(config: TrainConfig, data: JobData, dtype: torch.dtype) -> JobMo
     transformers = needed("transformers", extra="hf", why=f"model.source {config.model.source!r}")
     folder, kind = Path(config.model.source).expanduser(), config.objective.kind
     with quiet(transformers), _told(folder, kind):
-        shape = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        shape = _shape(transformers, folder)
         set_dropout(shape, config.model.dropout)
         shape.use_cache = False
         shape.dtype = dtype  # new parameters are drawn in it, not in the one that was saved
@@ -100,7 +114,7 @@ def load_folder(config: TrainConfig, data: JobData, dtype: torch.dtype) -> JobMo
             _set_labels(shape, data, folder)
         make = getattr(transformers, _CLASSES[kind])
         if config.model.from_scratch:
-            module, new = make.from_config(shape), []
+            module, new, unused = make.from_config(shape, trust_remote_code=False), [], []
         else:
             module, info = make.from_pretrained(
                 folder,
@@ -108,8 +122,10 @@ def load_folder(config: TrainConfig, data: JobData, dtype: torch.dtype) -> JobMo
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
+                trust_remote_code=False,
             )
-            new = sorted(info["missing_keys"])
+            new, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    _check_weights(module, folder, new, unused)
     set_dropout_layers(module, config.model.dropout)
     _check_fit(module, folder, config, data)
     if kind == "next_token":
@@ -119,6 +135,8 @@ def load_folder(config: TrainConfig, data: JobData, dtype: torch.dtype) -> JobMo
     facts: dict[str, Any] = {"name": type(module).__name__, "from_scratch": config.model.from_scratch}
     if new:
         facts["new_parameters"] = new
+    if unused:
+        facts["unexpected_parameters"] = unused
     return JobModel(module=module, forward=folder_forward, facts=facts)
 
 
@@ -209,6 +227,30 @@ def _set_label_names(shape: Any, data: JobData, folder: Path, *, has_head: bool)
     shape.label2id = {name: label for label, name in shape.id2label.items()}
 
 
+def _shape(transformers: Any, folder: Path) -> Any:
+    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _check_weights(module: Any, folder: Path, new: list[str], unused: list[str]) -> None:
+    """Refuse weights that belong to another model, or have other names: training would begin at random.
+
+    A head that starts at random, or one of the folder that is not used, is fine, and so is a pooler,
+    which is a head inside the base.
+    """
+    prefix = module.base_model_prefix
+    has_base = isinstance(getattr(module, prefix, None), nn.Module)
+    base = [name for name in module.state_dict() if not has_base or name.startswith(f"{prefix}.")]
+    missing = [name for name in new if name in base and "pooler" not in name]
+    if not missing or (not unused and len(missing) < len(base) // 2):
+        return
+    others = f", and {len(unused)} of its weights fit nothing, such as {unused[0]}" if unused else ""
+    raise UsageError(
+        f"model.source {folder}: {len(missing)} of the {len(base)} parameters of {type(module).__name__} "
+        f"below its head have no weights in the folder, such as {missing[0]}{others}; save the model with "
+        f"model.save_pretrained(folder), or set model.from_scratch = true to begin at random"
+    )
+
+
 def _check_fit(module: Any, folder: Path, config: TrainConfig, data: JobData) -> None:
     vocabulary = module.get_input_embeddings().num_embeddings
     if data.vocabulary is not None and data.vocabulary > vocabulary:
@@ -227,7 +269,10 @@ def _check_fit(module: Any, folder: Path, config: TrainConfig, data: JobData) ->
             f'data.tokenizer = "bytes" gives the model in {folder} tokens that it was not trained on; '
             f"set data.tokenizer = {str(folder)!r}, or model.from_scratch = true"
         )
-    positions = _max_positions(module)
+    _check_cap(config, folder, _max_positions(module))
+
+
+def _check_cap(config: TrainConfig, folder: Path, positions: int | None) -> None:
     if positions is not None and config.data.max_tokens_per_sample > positions:
         raise UsageError(
             f"data.max_tokens_per_sample is {config.data.max_tokens_per_sample}, and model.source {folder} "
@@ -235,10 +280,16 @@ def _check_fit(module: Any, folder: Path, config: TrainConfig, data: JobData) ->
         )
 
 
+def _positions_of(shape: Any) -> int | None:
+    """Positions that a configuration tells, ``None`` where it does not."""
+    positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions >= 1 else None
+
+
 def _max_positions(module: Any) -> int | None:
     """Longest sample of a model, in tokens; ``None`` where its configuration does not say."""
-    positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions < 1:
+    positions = _positions_of(module.config)
+    if positions is None:
         return None
     for name, layer in module.named_modules():
         # Some count from behind the padding's own row, and have that much fewer.
@@ -290,6 +341,12 @@ def _told(folder: Path, kind: str) -> Iterator[None]:
     except Exception as error:  # they have no common base
         text = str(error).strip()
         first = text.splitlines()[0] if text else "no message"
+        if "trust_remote_code" in text:
+            raise UsageError(
+                f"model.source {folder} is a model with code of its own (auto_map in its config.json), "
+                f"which is not run; take a model that transformers itself knows, or write a function that "
+                f"makes it and set model.source to module:function"
+            ) from error
         raise UsageError(
             f"model.source {folder} can't be loaded as a model for objective.kind = {kind!r}: "
             f"{type(error).__name__}: {first[:300]}"

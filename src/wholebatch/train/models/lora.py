@@ -35,7 +35,8 @@ def add_adapters(
         The module with adapters, and facts about them.
 
     Raises:
-        UsageError: peft is not installed, or a name in ``lora.target_modules`` is no linear layer.
+        UsageError: peft is not installed, or a name in ``lora.target_modules`` is no linear layer, or
+            no layer is left to adapt.
 
     Exactness: B starts at zero, so the first logits are those of the base; exact over any split where the
         base is, without dropout.
@@ -45,6 +46,12 @@ def add_adapters(
     targets = [
         name for name in target_layers(module, settings.target_modules) if not _within(name, trained)
     ]
+    if not targets:
+        raise UsageError(
+            f"lora.target_modules {settings.target_modules} names layers alone that start at random and "
+            f"are trained in full ({', '.join(trained)}), so there is nothing to adapt; name others, or "
+            f"none for all linear layers"
+        )
     layers = dict(module.named_modules())
     adapters = peft.LoraConfig(
         r=settings.rank,

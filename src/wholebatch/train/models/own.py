@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from wholebatch.errors import UsageError
-from wholebatch.targets import find_target, guarded
+from wholebatch.targets import check_options, find_target, guarded
 from wholebatch.train.material import Batch, JobModel
 from wholebatch.train.models.inputs import token_ids
 from wholebatch.train.settings import ModelConfig
@@ -26,13 +27,7 @@ def call_own(settings: ModelConfig) -> JobModel:
         UsageError: no such function, or it gives something else than a module.
         JudgeError: importing or calling it failed.
     """
-    source = settings.source
-    function = find_target(source, what="a model")
-    if not callable(function):
-        raise UsageError(
-            f"model.source {source} is a {type(function).__name__}; it has to be a function that returns "
-            f"a torch module"
-        )
+    source, function = settings.source, own_function(settings)
     found = guarded(
         lambda: function(**settings.options),
         f"{source}, called with model.options {settings.options}, failed",
@@ -45,6 +40,24 @@ def call_own(settings: ModelConfig) -> JobModel:
             f"(module, forward) with forward(module, batch)"
         )
     return JobModel(module=module, forward=forward, facts={"name": type(module).__name__})
+
+
+def own_function(settings: ModelConfig) -> Callable[..., Any]:
+    """The function that ``model.source`` names, which takes ``model.options``; it is not called.
+
+    Raises:
+        UsageError: no such function, or one that does not take these options.
+        JudgeError: importing it failed.
+    """
+    source = settings.source
+    function: Callable[..., Any] = find_target(source, what="a model", key="model.source")
+    if not callable(function):
+        raise UsageError(
+            f"model.source {source} is a {type(function).__name__}; it has to be a function that returns "
+            f"a torch module"
+        )
+    check_options(function, settings.options, what=f"model.options for {source}")
+    return function
 
 
 def _kind(found: Any) -> str:

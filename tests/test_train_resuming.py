@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from wholebatch.run_reader import read_run
 from wholebatch.train.command import train as train_command
 from wholebatch.train.config import TrainConfig, config_from_dict, config_text
 from wholebatch.train.job import run_job
-from wholebatch.train.resuming import earlier_of_restart, find_earlier, settings_of
+from wholebatch.train.resuming import earlier_of_restart, find_earlier, launch, settings_of
 from wholebatch.train.world import World, join_world
 
 # Everything that has a state, and random numbers in every forward.
@@ -181,8 +183,7 @@ def test_a_finished_run_goes_on_with_more_updates(tmp_path: Path) -> None:
     assert records[:4] == before[0]
     assert [r["updates_attempted"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert [e["updates_applied"] for e in evaluations] == [0, 2, 4, 6]
-    (resumption,) = read_run(folder).resumptions  # the other one never got to an update
-    assert resumption.changed_settings == {"run.num_updates": [4, 6]}
+    assert read_run(folder).resumptions[-1].changed_settings == {"run.num_updates": [4, 6]}
     assert told(folder)[0][3] == before[0][3], "the first updates had the schedule of 4"
 
 
@@ -221,7 +222,8 @@ def test_what_a_resumption_changed_that_was_cut_short_is_kept_and_told_once(tmp_
     resumed(folder)
     found = read_run(folder)
     assert [r.micro_batches for r in found.records] == [4, 4, 2, 2]
-    assert [each.changed_settings for each in found.resumptions] == [{"batch.micro_batch_samples": [2, 4]}]
+    changes = [each.changed_settings for each in found.resumptions if each.changed_settings]
+    assert changes == [{"batch.micro_batch_samples": [2, 4]}]
 
 
 def test_a_change_inside_options_is_told(tmp_path: Path) -> None:
@@ -284,7 +286,8 @@ def own(tmp_path: Path) -> TrainConfig:
         ("batch.tail=drop", "was made with tail partial, and it is drop now"),
         ("batch.global_batch_samples=16", "a global batch of 8 samples and the plan has 16; plan with"),
         ("model.width=32", "width|shape"),
-        ("optimizer.name=SGD", "SGD"),
+        ("optimizer.name=SGD", r"optimizer\.name was 'AdamW' and is 'SGD': the state of one is none of"),
+        ("precision.initial_loss_scale=8", r"initial_loss_scale was 65536\.0 and is 8\.0: a run that is"),
         ("average.decay_per_update=0.9", "average"),
     ],
 )
@@ -449,3 +452,134 @@ def test_a_restart_is_further_than_the_checkpoint_that_was_named(
     assert find_earlier(named).checkpoint == "update-00000002"
     restarts(monkeypatch, most=1, done=1)
     assert find_earlier(named).checkpoint is None
+
+
+def test_a_restart_leaves_the_run_of_another_torchrun_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start refused the folder, because it holds a run; the second must not resume it."""
+    config = tiny(tmp_path / "run")
+    restarts(monkeypatch, most=1, done=0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    run(config)
+    restarts(monkeypatch, most=1, done=1)
+    assert earlier_of_restart(config) is not None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+    assert earlier_of_restart(config) is None
+    with pytest.raises(RecordError, match="holds files already"):
+        run(config)
+
+
+def test_a_torchrun_is_known_by_its_run_id_or_else_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert launch() == {}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert launch() == {"host": socket.gethostname(), "process": str(os.getppid())}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a7")
+    assert launch() == {"run_id": "a7"}
+
+
+# What was changed on the command line takes effect
+
+
+def rates(folder: Path) -> list[float]:
+    return [record.learning_rates[0] or 0.0 for record in read_run(folder).records]
+
+
+def test_a_changed_learning_rate_takes_effect_from_the_next_update(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    interrupted(tiny(folder), 2)
+    then = rates(folder)
+    resumed(folder, "optimizer.learning_rate=1e-6")
+    run(tiny(tmp_path / "whole"))
+    whole = rates(tmp_path / "whole")
+    assert rates(folder)[:2] == then == whole[:2]
+    assert rates(folder)[2:] == pytest.approx([rate * 1e-4 for rate in whole[2:]])
+    group = saved(folder, 4)["optimizers.pt"]["optimizers"][0]["state"]["param_groups"][0]
+    assert group["initial_lr"] == 1e-6
+
+
+def test_a_change_of_a_resumption_that_was_cut_short_takes_effect_in_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    interrupted(tiny(folder), 2)
+    earlier = find_earlier(folder)
+    config = settings_of(earlier, ["optimizer.learning_rate=1e-6"])
+    job = built(config)
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    on_forward(job, 1, fail)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(job, Listener(config), earlier=earlier)
+    resumed(folder)
+    assert max(rates(folder)[2:]) <= 1e-6
+
+
+def test_a_changed_schedule_takes_effect_from_the_next_update(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    interrupted(tiny(folder, schedule={"warmup_updates": 2}), 2)
+    resumed(folder, "schedule.decay=constant")
+    assert rates(folder)[2:] == [0.01, 0.01]
+    other = tmp_path / "other"
+    interrupted(tiny(other, schedule={"warmup_updates": 2}), 2)
+    resumed(other, "schedule.decay=linear", "schedule.final_share=0.5", "run.num_updates=6")
+    run(tiny(tmp_path / "whole", run={"num_updates": 6}, schedule={"decay": "linear", "final_share": 0.5}))
+    assert rates(other)[2:] == rates(tmp_path / "whole")[2:]
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "then", "now"),
+    [
+        ("optimizer.weight_decay=0.5", "weight_decay", [0.1, 0.0], [0.5, 0.0]),
+        ("optimizer.options.eps=1e-5", "eps", [1e-7, 1e-7], [1e-5, 1e-5]),
+        ("optimizer.options.betas=[0.5, 0.6]", "betas", [(0.9, 0.999)] * 2, [(0.5, 0.6)] * 2),
+        ("optimizer.options={}", "eps", [1e-7, 1e-7], [1e-8, 1e-8]),
+    ],
+)
+def test_changed_options_take_effect_and_no_others(
+    tmp_path: Path, change: str, key: str, then: list[Any], now: list[Any]
+) -> None:
+    folder = tmp_path / "run"
+    interrupted(tiny(folder, optimizer={"weight_decay": 0.1, "options": {"eps": 1e-7}}), 2)
+    before = saved(folder, 2)["optimizers.pt"]["optimizers"][0]["state"]["param_groups"]
+    resumed(folder, change)
+    after = saved(folder, 4)["optimizers.pt"]["optimizers"][0]["state"]["param_groups"]
+    assert [group[key] for group in before] == then
+    assert [group[key] for group in after] == now
+    for one, other in zip(before, after, strict=True):
+        assert {k: v for k, v in one.items() if k not in ("lr", key)} == {
+            k: v for k, v in other.items() if k not in ("lr", key)
+        }
+
+
+def test_what_an_optimizer_keeps_in_its_groups_is_left_to_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch.optim import SGD\n"
+        "class Counting(SGD):\n"
+        "    def step(self, closure=None):\n"
+        "        for group in self.param_groups:\n"
+        "            group['steps'] = group.get('steps', 0) + 1\n"
+        "        return super().step(closure)\n"
+    )
+    optimizer = {"name": f"{tmp_path / 'mine.py'}:Counting"}
+    interrupted(tiny(tmp_path / "run", optimizer=optimizer), 2)
+    resumed(tmp_path / "run", "optimizer.learning_rate=0.5")
+    group = saved(tmp_path / "run", 4)["optimizers.pt"]["optimizers"][0]["state"]["param_groups"][0]
+    assert (group["steps"], group["initial_lr"]) == (4, 0.5)
+
+
+def test_other_samples_of_the_same_number_and_size_are_noticed(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    paragraphs = [f"paragraph number {n:04d}" for n in range(60)]
+    text.write_text("\n\n".join(paragraphs))
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("one\n\ntwo")
+    data = {"source": "text", "files": [str(text)], "held_out_files": [str(held_out)]}
+    interrupted(tiny(tmp_path / "run", data=data), 2)
+    text.write_text("\n\n".join(paragraphs).replace("paragraph number 0007", "paragraph nummer 0007"))
+    words = r"was made with train_digest [0-9a-f]{16}, and it is [0-9a-f]{16} now"
+    with pytest.raises(UsageError, match=words):
+        resumed(tmp_path / "run")
+    text.write_text("\n\n".join(paragraphs))
+    assert resumed(tmp_path / "run")[0].exit_code == 0

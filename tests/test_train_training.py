@@ -43,7 +43,7 @@ from wholebatch.train import signals
 from wholebatch.train.config import TrainConfig, config_from_dict
 from wholebatch.train.job import JobResult, run_job
 from wholebatch.train.signals import Stop, stop_on_signal
-from wholebatch.train.training import MOST_SKIPS_IN_A_ROW
+from wholebatch.train.training import MOST_SKIPS_IN_A_ROW, Training
 from wholebatch.train.world import join_world
 
 # With dropout a run that was rolled back wrongly draws other numbers, and is seen to.
@@ -424,3 +424,191 @@ def test_a_log_that_cannot_be_written_ends_both_ranks(tmp_path: Path, what: str,
     assert second[:2] == ("error", other)
     assert "no room" in first[2]
     assert checkpoint_names(tmp_path / "run") == ["update-00000000"]
+
+
+# An evaluation that fails, and one more of them
+
+
+EVALUATES_AT_RANDOM = """
+import torch
+from torch import nn
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
+
+    def forward(self, tokens):
+        output = self.inside(tokens)
+        return output + 0.01 * torch.randn_like(output)
+
+def model():
+    return Noisy()
+"""
+
+
+def test_one_more_evaluation_changes_nothing_that_is_trained(tmp_path: Path) -> None:
+    """Ctrl-C adds one, and a model of one's own may draw random numbers in it."""
+    (tmp_path / "noisy.py").write_text(EVALUATES_AT_RANDOM)
+    sections: dict[str, Any] = {
+        "data": {"source": f"{write_own(tmp_path)}:data"},
+        "model": {"source": f"{tmp_path / 'noisy.py'}:model", "layers": 0, "width": 0, "heads": 0},
+        "run": {"num_updates": 4, "evaluate_every_updates": 4},
+        "checkpoints": {"every_updates": 4},
+    }
+    _, whole, _ = run(tiny(tmp_path / "whole", **sections))
+    config = tiny(tmp_path / "run", **sections)
+    display = Listener(config, after=after_update(2, lambda: signal.raise_signal(signal.SIGINT)))
+    assert run_job(built(config), display).exit_code == 130
+    _, parts, _ = resumed(tmp_path / "run")
+    assert largest_difference(parameters(whole), parameters(parts)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (ValueError("mine"), ValueError, "^mine$"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            JudgeError,
+            "memory ran out in an evaluation with 2 samples in a micro-batch; set .* to 1, which changes "
+            "neither the global batch nor the update$",
+        ),
+    ],
+)
+def test_an_evaluation_that_fails_ends_a_run_that_is_saved(
+    tmp_path: Path, error: Exception, kind: type[Exception], words: str
+) -> None:
+    config = tiny(tmp_path / "run", checkpoints={"every_updates": 50}, average={"decay_per_update": 0.5})
+    job = built(config)
+
+    def fail() -> None:
+        raise error
+
+    on_forward(job, 13, fail, training=False)  # in the evaluation of the average, after update 2
+    display = Listener(config)
+    with pytest.raises(kind, match=words):
+        run_job(job, display)
+    assert checkpoint_names(tmp_path / "run") == ["update-00000000", "update-00000002"]
+    assert "Saved after 2 updates. To resume: " in display.words.getvalue()
+    assert job.model.module.training
+    resumed(tmp_path / "run")
+    beside = tiny(tmp_path / "beside", average={"decay_per_update": 0.5})
+    run(beside)
+    assert told(tmp_path / "run")[0] == told(tmp_path / "beside")[0]
+
+
+def failing_evaluation(rank: int, _n: int, tables: dict[str, Any]) -> None:
+    config = config_from_dict(tables)
+    with join_world() as world:
+        job = built(config, world)
+
+        def fail() -> None:
+            raise ValueError("mine")
+
+        if rank == 1:
+            on_forward(job, 3, fail, training=False)  # of 2 in each evaluation
+        run_job(job, Listener(config))
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_fails_on_one_rank_is_saved_by_both(tmp_path: Path) -> None:
+    tables = tiny(tmp_path / "run", checkpoints={"every_updates": 50}).to_dict()
+    first, second = run_ranks(failing_evaluation, 2, tables, timeout_s=40, expect="outcomes")
+    assert first == ("error", "JudgeError", "rank 1 failed between two updates: ValueError: mine")
+    assert second[:2] == ("error", "ValueError")
+    assert checkpoint_names(tmp_path / "run") == ["update-00000000", "update-00000002"]
+
+
+# What fails on the leading rank alone
+
+
+class Breaks(Listener):
+    """A display of which one method fails on the leading rank."""
+
+    def __init__(self, config: TrainConfig, what: str, error: Exception | None) -> None:
+        super().__init__(config)
+        self.what, self.error = what, error
+
+    def say(self, text: str) -> None:
+        if self.error is not None and text.startswith(self.what):
+            raise self.error
+        super().say(text)
+
+
+def breaking(rank: int, _n: int, tables: dict[str, Any], what: str, error: Exception) -> None:
+    config = config_from_dict(tables)
+    with join_world() as world:
+        run_job(built(config, world), Breaks(config, what, error if rank == 0 else None))
+
+
+CLOSED = OutputClosedError("the output was closed before the end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "updates", "end"),
+    [
+        ("One update", None, None),
+        ("Records go to", 0, "interrupted"),
+        ("held out after 0 updates", 1, "interrupted"),
+        ("update    2/4", 2, "interrupted"),
+        ("The trained model", 4, "interrupted"),
+        ("To look at it", 4, "done"),
+    ],
+)
+def test_an_output_that_is_closed_ends_all_ranks_alike(
+    tmp_path: Path, what: str, updates: int | None, end: str | None
+) -> None:
+    tables = tiny(tmp_path / "run", run={"print_every_updates": 1}).to_dict()
+    first, second = run_ranks(breaking, 2, tables, what, CLOSED, timeout_s=40, expect="outcomes")
+    assert first == second == ("error", "OutputClosedError", "the output was closed before the end")
+    assert (tmp_path / "run").exists() == (updates is not None)
+    if updates is not None:
+        assert len(read_run(tmp_path / "run").records) == updates
+        assert end_of(tmp_path / "run")[0] == end
+    if updates and updates < 4:
+        assert checkpoint_names(tmp_path / "run")[-1] == f"update-{updates:08d}"
+
+
+@pytest.mark.slow
+def test_a_display_that_fails_otherwise_ends_all_ranks(tmp_path: Path) -> None:
+    tables = tiny(tmp_path / "run", run={"print_every_updates": 1}).to_dict()
+    error = PermissionError(13, "Permission denied")
+    first, second = run_ranks(breaking, 2, tables, "update    2/4", error, timeout_s=40, expect="outcomes")
+    assert first[:2] == ("error", "PermissionError")
+    words = "rank 0 failed between two updates: PermissionError: [Errno 13] Permission denied"
+    assert second == ("error", "JudgeError", words)
+
+
+def test_the_first_error_is_told_though_nobody_can_be_told_how_to_resume(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run")
+    job = built(config)
+
+    def fail() -> None:
+        raise RuntimeError("shapes do not match")
+
+    on_forward(job, 5, fail)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        run_job(job, Breaks(config, "Saved after", CLOSED))
+    assert end_of(tmp_path / "run")[0] == "failed"
+
+
+def lonely(rank: int, _n: int, tables: dict[str, Any]) -> list[str]:
+    """Rank 1 dies while rank 0 waits to ask it whether an update was left on purpose."""
+    config = config_from_dict(tables)
+    with join_world() as world:
+        training = Training(built(config, world), None, Listener(config))
+        if rank == 1:
+            os._exit(0)
+        error = ValueError("shapes do not match")
+        assert training._left_or_saved(error) is False
+        return list(error.__notes__)
+
+
+@pytest.mark.slow
+def test_the_first_error_is_told_though_another_rank_is_gone(tmp_path: Path) -> None:
+    told, _ = run_ranks(lonely, 2, tiny(tmp_path / "run").to_dict(), timeout_s=40, expect="outcomes")
+    assert told[0] == "ok", told
+    (note,) = told[1]
+    assert note.startswith("the other ranks could not be asked: contact with another rank was lost between")

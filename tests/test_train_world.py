@@ -33,16 +33,6 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world.parallel(model) is model
 
 
-def agreeing(rank: int, _n: int) -> tuple[list[float], bool, bool]:
-    with join_world() as world:
-        assert world.rank == rank
-        return world.total([rank, 2.0**40]), world.any(rank == 1), world.any(False)
-
-
-def test_two_ranks_agree() -> None:
-    assert run_ranks(agreeing, 2) == [([1.0, 2.0**41], True, False)] * 2
-
-
 def device_in_a_group(_rank: int, _n: int) -> str:
     group_module._device = lambda local_rank: torch.device("meta", local_rank)
     os.environ["LOCAL_RANK"] = "3"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wholebatch.errors import PlanError
-from wholebatch.order import SampleOrder, format_digest, sample_digest
+from wholebatch.order import STREAMS, SampleOrder, format_digest, random_numbers, sample_digest
 from wholebatch.plan import plan_batch
 
 quick = settings(max_examples=150, deadline=None)
@@ -255,3 +255,22 @@ def test_a_digest_is_a_fixed_function_of_the_ids() -> None:
     assert sample_digest(np.arange(5)) == sample_digest([4, 3, 2, 1, 0])
     assert sample_digest([]) == 0
     assert format_digest(255) == "00000000000000ff"
+
+
+def test_streams_of_random_numbers_are_apart_and_stay_what_they_are() -> None:
+    assert len(set(STREAMS.values())) == len(STREAMS)
+    drawn = {
+        (stream, seed, epoch, sample): tuple(
+            random_numbers(stream, 3, seed=seed, epoch=epoch, sample_id=sample).tolist()
+        )
+        for stream in STREAMS
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for sample in (0, 1)
+    }
+    numbers = [number for each in drawn.values() for number in each]
+    assert len(set(numbers)) == len(numbers)
+    # A run that is resumed after an upgrade draws what it would have drawn: these may never change.
+    assert drawn["order", 0, 0, 0] == (213000021201967259, 4455796210202625458, 2055444239878205049)
+    assert drawn["masks", 1, 0, 1] == (16180638935449168288, 6247990514572806081, 7951280719931355449)
+    assert drawn["sample", 0, 1, 1] == (1019125925559392200, 17744824082430567838, 9696671944199848685)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from wholebatch.gradients import read_scalars, read_stacked, scale_gradients, total_norm
-from wholebatch.replay import BufferKeeper, RandomState
+from wholebatch.replay import BufferKeeper, RandomState, random_state_kept, seed_all, seed_host
 
 
 def draw() -> list[float]:
@@ -69,3 +70,31 @@ def test_gradients_are_scaled_in_place_and_scalars_read_together() -> None:
         torch.tensor(0.1, dtype=torch.float64),
     ]
     assert read_stacked(mixed) == [2.5, 3.0, 2.0**40, 0.1], "as on a device: one copy, in order"
+
+
+@pytest.mark.parametrize("seed_them", [seed_host, seed_all])
+def test_one_seed_starts_every_generator_of_the_host(seed_them: Callable[[int], None]) -> None:
+    with random_state_kept():
+        seed_them(5)
+        first = draw()
+        assert draw() != first
+        seed_them(5)
+        assert draw() == first
+        seed_them(-(2**63))
+        assert all(one != other for one, other in zip(draw(), first, strict=True))
+
+
+@pytest.mark.parametrize("host_alone", [False, True])
+def test_random_state_is_put_back_also_after_an_exception(host_alone: bool) -> None:
+    state = RandomState.capture(host_alone=host_alone)
+    first = draw()
+    state.restore()
+
+    def failing() -> None:
+        with random_state_kept(host_alone=host_alone):
+            draw()
+            raise KeyError("a")
+
+    with pytest.raises(KeyError, match="a"):
+        failing()
+    assert draw() == first

@@ -79,7 +79,7 @@ def test_equal_runs_have_nothing_to_tell_apart(tmp_path: Path) -> None:
     assert comparison.one_to_one
     assert comparison.losses_comparable
     text = text_of(comparison.first, comparison.second)
-    assert "Nothing in their headers differs." in text
+    assert "Nothing in their headers and resumptions differs." in text
     assert "not comparable" not in text
 
 
@@ -95,6 +95,7 @@ def test_equal_runs_have_nothing_to_tell_apart(tmp_path: Path) -> None:
         ({"seeds": {"data": 8}}, "training", "seed: data"),
         ({"model": {"parameters": 5}}, "training", "model: parameters"),
         ({"settings": {"optimizer": {"learning_rate": 0.1}}}, "training", "optimizer.learning_rate"),
+        ({"settings": {"optimizer": {"name": "SGD"}}}, "training", "optimizer.name"),
         ({"precision": "bfloat16"}, "split", "precision"),
         ({"micro_batch_samples": 8}, "split", "m, samples of a micro-batch"),
         ({"replicas": 1}, "split", "D, replicas"),
@@ -286,10 +287,58 @@ def test_a_resumed_run_is_said_to_be_one(tmp_path: Path) -> None:
     a_run(tmp_path / "a")
     RunLog.resume(tmp_path / "a", a_resumption(3)).close()
     text = text_of(read_run(tmp_path / "a"), a_run(tmp_path / "b"))
-    assert "3 updates, done; resumed 1 time, and below is how it began" in text
+    assert "3 updates, done; resumed 1 time" in text
     (tmp_path / "b" / "end.json").unlink()
     text = text_of(read_run(tmp_path / "a"), read_run(tmp_path / "b"))
     assert "4 updates, did not end, or is still going" in text
+
+
+def test_another_optimizer_is_told_with_both_names(tmp_path: Path) -> None:
+    first, second = (
+        a_run(tmp_path / name, settings={"optimizer": {"name": name, "options": {}}})
+        for name in ("AdamW", "SGD")
+    )
+    assert row(text_of(first, second), "optimizer.name") == ["AdamW", "SGD"]
+
+
+def test_what_a_resumption_changed_is_told_with_its_update(tmp_path: Path) -> None:
+    settings = {"optimizer": {"learning_rate": 0.1, "options": {"betas": [0.9]}}, "run": {"num_updates": 4}}
+    for name in ("a", "b"):
+        a_run(tmp_path / name, settings=settings)
+    changes = {
+        "optimizer.learning_rate": [0.1, 0.01],
+        "optimizer.options": [{"betas": [0.9]}, {"eps": 1.0}],
+    }
+    RunLog.resume(tmp_path / "a", a_resumption(3, changed_settings=changes)).close()
+    found = compare_runs(read_run(tmp_path / "a"), read_run(tmp_path / "b")).differences
+    told = {d.name: (d.kind, d.first, d.second) for d in found}
+    assert told == {
+        "optimizer.learning_rate": ("training", "0.1, 0.01 after update 3", 0.1),
+        "optimizer.options.betas": ("training", "[0.9], None after update 3", [0.9]),
+        "optimizer.options.eps": ("training", "None, 1.0 after update 3", None),
+        "precision": (
+            "split",
+            f"{a_header().precision}, {a_resumption().precision} after update 3",
+            a_header().precision,
+        ),
+        "m, samples of a micro-batch": ("split", "4, 8 after update 3", 4),
+        "A, micro-batches of a window": ("split", "2, 1 after update 3", 2),
+        "layout: tensor parallel": ("split", "1, None after update 3", 1),
+    }
+    RunLog.resume(tmp_path / "b", a_resumption(3, changed_settings=changes)).close()
+    both = [read_run(tmp_path / name) for name in ("a", "b")]
+    assert compare_runs(*both).differences == []
+
+
+def test_a_resumption_whose_updates_were_given_up_is_not_told(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        a_run(tmp_path / name, settings={"optimizer": {"learning_rate": 0.1}})
+    same = {"micro_batch_samples": 4, "micro_batches_per_window": 2, "precision": a_header().precision}
+    same["layout"] = a_header().layout
+    for update, before, after in ((3, 0.1, 0.5), (2, 0.5, 0.1)):
+        changes = {"optimizer.learning_rate": [before, after]}
+        RunLog.resume(tmp_path / "a", a_resumption(update, changed_settings=changes, **same)).close()
+    assert compare_runs(read_run(tmp_path / "a"), read_run(tmp_path / "b")).differences == []
 
 
 def test_many_differences_are_cut_on_the_screen_and_whole_in_the_json(tmp_path: Path) -> None:

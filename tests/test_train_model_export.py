@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -159,3 +160,28 @@ def test_an_export_replaces_the_one_before_only_when_it_is_whole(tmp_path, monke
     export_model(model, folder)
     assert (folder / "model.pt").read_bytes() != before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_full_disk_as_torch_words_it_is_an_error_of_the_record(tmp_path, monkeypatch):
+    """torch hides what the system said behind a RuntimeError of its own."""
+
+    def full(_, path):
+        Path(path).write_bytes(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr("torch.save", full)
+    with pytest.raises(
+        RecordError, match=r"the trained model can't be written to .*model: .*unexpected pos"
+    ):
+        export_model(build(model=SMALL), tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_is_on_the_disk_with_its_names(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda f: synced.append(os.readlink(f"/proc/self/fd/{f}")) or fsync(f))
+    export_model(build(model=SMALL), tmp_path / "model")
+    names = [os.path.relpath(name, tmp_path) for name in synced]
+    assert sorted(names[:2]) == ["model.part/model.pt", "model.part/shape.json"]
+    assert names[2:] == ["model.part", "."]

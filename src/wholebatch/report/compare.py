@@ -230,7 +230,9 @@ def _parts(run: Run) -> list[_Part]:
     parts = [_Part(begins=0, facts=run.header, settings=flat(run.header.settings))]
     settings = parts[0].settings
     for each in run.resumptions:
-        settings = settings | flat({name: pair[-1] for name, pair in each.changed_settings.items()})
+        changed = {name: pair[-1] for name, pair in each.changed_settings.items()}
+        dropped = {name for name in settings for key in changed if name.startswith(f"{key}.")}
+        settings = {name: settings[name] for name in settings if name not in dropped} | flat(changed)
         parts = [part for part in parts if part.begins < each.updates_attempted]
         parts.append(_Part(begins=each.updates_attempted, facts=each, settings=settings))
     return parts

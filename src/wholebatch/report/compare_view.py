@@ -54,7 +54,7 @@ def _names(comparison: Comparison) -> Table:
         table.add_row(f"{name} ({mark})", Text(str(run.folder)))
         end = "did not end, or is still going" if run.end is None else run.end.reason
         times = number_of(len(run.resumptions), "time")
-        resumed = f"; resumed {times}, and below is how it began" if run.resumptions else ""
+        resumed = f"; resumed {times}" if run.resumptions else ""
         table.add_row("", f"{number_of(len(run.records), 'update')}, {end}{resumed}")
     return table
 
@@ -72,7 +72,7 @@ def _verdicts(comparison: Comparison) -> list[RenderableType]:
 
 def _differences(differences: Sequence[Difference]) -> list[RenderableType]:
     if not differences:
-        return ["", Text("Nothing in their headers differs.")]
+        return ["", Text("Nothing in their headers and resumptions differs.")]
     parts: list[RenderableType] = []
     for kind, words in KIND_WORDS.items():
         mine = [d for d in differences if d.kind == kind]

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 
 from wholebatch.epochs import samples_after
 from wholebatch.objective import LossSum
 from wholebatch.order import SampleOrder
 from wholebatch.plan import BatchPlan, plan_batch
+from wholebatch.replay import seed_all
 from wholebatch.train.data import load_data
 from wholebatch.train.data.store import TokenSamples, content_digest
 from wholebatch.train.material import Batch, JobData, JobModel, on_device
 from wholebatch.train.models.choose import build_model, check_model_settings
-from wholebatch.train.optimize import make_optimizer, optimizer_class, parameter_groups
+from wholebatch.train.optimize import check_optimizer, make_optimizer, parameter_groups
 from wholebatch.train.precision import autocast, check_precision, make_scaler
-from wholebatch.train.schedule import make_schedule, schedule_unit
+from wholebatch.train.schedule import check_schedule, make_schedule
 from wholebatch.train.settings import TrainConfig
 from wholebatch.train.world import World
 from wholebatch.window import UpdateWindow
@@ -69,8 +67,8 @@ def check_settings(config: TrainConfig, ranks: int) -> BatchPlan:
         tail=config.batch.tail,
     )
     check_precision(config.precision)
-    schedule_unit(config.schedule)
-    optimizer_class(config.optimizer.name)
+    check_schedule(config)
+    check_optimizer(config.optimizer)
     check_model_settings(config)
     return plan
 
@@ -92,18 +90,12 @@ def build_job(config: TrainConfig, world: World, plan: BatchPlan) -> Job:
         seed=config.run.seed,
         tail=config.batch.tail,
     )
-    _seed_everything(config.run.seed)
+    # Models and data of a user's own may draw from any generator, and a checkpoint holds them all.
+    seed_all(config.run.seed)
     model = build_model(config, data=data, device=world.device)
     # One seed gives every rank the same parameters; dropout must differ between ranks.
-    _seed_everything(config.run.seed + 1 + world.rank)
+    seed_all(config.run.seed + 1 + world.rank)
     return Job(config=config, world=world, data=data, plan=plan, order=order, model=model)
-
-
-def _seed_everything(seed: int) -> None:
-    """Models and data of a user's own may draw from any of the three, and a checkpoint holds them all."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def make_window(job: Job) -> UpdateWindow:

@@ -104,6 +104,29 @@ def test_a_closed_pipe_ends_the_run_and_says_so(config: Path, tmp_path: Path) ->
     assert end.reason == "interrupted"
 
 
+@pytest.mark.parametrize("when", ["at once", "after an update"])
+def test_a_pipe_that_is_closed_under_two_ranks_is_told_once_without_a_traceback(
+    config: Path, tmp_path: Path, when: str
+) -> None:
+    process = begin(TWO_RANKS, config, tmp_path, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    if when == "after an update":
+        wait_for_an_update(process)
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 1
+    ours = [line for line in errors.splitlines() if "output was closed" in line]
+    assert ours == ["stopped: the output was closed before the end"], errors
+    assert "contact with another rank" not in errors
+    assert "gloo" not in errors
+    if when == "after an update":
+        end = read_run(tmp_path / "run").end
+        assert end is not None
+        assert end.reason == "interrupted"
+
+
 def test_sigterm_leaves_a_readable_run(config: Path, tmp_path: Path) -> None:
     process = begin(ONE_RANK, config, tmp_path, stderr=subprocess.STDOUT)
     wait_for_an_update(process)
@@ -172,6 +195,19 @@ def test_a_killed_rank_is_restarted_and_no_update_is_lost_or_twice(tmp_path: Pat
     assert run.end.reason == "done"
     assert [each.updates_attempted for each in run.resumptions] == ([2] if bomb else [])
     assert result.stdout.count("Resumed run after 2 updates, 16 samples.") == bomb
+
+
+def test_a_restart_does_not_resume_a_run_that_was_there_before(config: Path, tmp_path: Path) -> None:
+    """The first start is refused because of it; the second is to be refused too."""
+    assert finish([*ONE_RANK, str(config), *settings("run.folder=run")], tmp_path).returncode == 0
+    before = (tmp_path / "run" / "records.jsonl").read_bytes()
+    more = settings("run.folder=run", "run.num_updates=6")
+    start = [*TWO_RANKS[:6], "--max-restarts", "1", *TWO_RANKS[6:], str(config), *more]
+    result = finish(start, tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.count("error: run folder run holds files already") == 2, "once in each start"
+    assert "Resumed" not in result.stdout
+    assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
 
 
 def test_restarts_need_a_folder(config: Path, tmp_path: Path) -> None:

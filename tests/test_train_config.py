@@ -229,6 +229,42 @@ def test_a_schedule_warms_up_for_20_updates_only_where_no_length_is_given(
     assert config_from_dict({"schedule": schedule}).schedule.warmup_updates == warmup_updates
 
 
+@pytest.mark.parametrize(("num_updates", "warmup_updates"), [(2, 0), (6, 1), (20, 4), (99, 19), (1000, 20)])
+def test_the_default_warm_up_leaves_room_for_the_way_down(num_updates: int, warmup_updates: int) -> None:
+    config = config_from_dict({"run": {"num_updates": num_updates}})
+    assert config.schedule.warmup_updates == warmup_updates
+
+
+# Names that no system takes, and tables in tables
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "run.folder=runs/" + "a" * 300,
+            r"run.folder is 'runs/a{34}... \(307 characters\); a name has 255",
+        ),
+        ("model.source=" + "a/" * 2500, r"model.source is .* \(5002 characters\); .*, and a path 4095"),
+        ('data.files=["a", "b\\u0000c"]', r"data.files is 'b\\x00c'; no file has a NUL in its name"),
+        ('data.source="b\\u0000c:d"', r"data.source is 'b\\x00c:d'; no file has a NUL"),
+        ('data.tokenizer="\\u0000"', r"data.tokenizer is '\\x00'; no file has a NUL"),
+    ],
+)
+def test_names_that_no_file_has_are_refused(change: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_config(None, [change])
+
+
+def test_lists_in_lists_in_lists_are_refused(tmp_path: Path) -> None:
+    deep = "[" * 20_000 + "]" * 20_000
+    file = write(tmp_path, f"[data]\nfiles = {deep}\n")
+    with pytest.raises(UsageError, match="has more lists or tables in each other than can be read"):
+        load_config(file)
+    with pytest.raises(UsageError, match=r"data.files is '\[{20}.*; it takes a list of texts"):
+        load_config(None, [f"data.files={deep}"])
+
+
 # Written out
 
 
@@ -238,7 +274,7 @@ AWKWARD = [
     'data.options={ "a key" = { b = [1, 2.5, true, "x"] }, plain = -3, "" = 1e300 }',
     "optimizer.options={ betas = [0.9, 0.99] }",
     "optimizer.learning_rate=1e-05",
-    "precision.initial_loss_scale=1152921504606846976.0",
+    "precision.initial_loss_scale=4294967296.0",
     "run.seed=9007199254740992",
     "schedule.warmup_samples=300",
     "model.compile=true",

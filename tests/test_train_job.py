@@ -298,6 +298,21 @@ def test_a_used_folder_is_refused_before_anything_is_computed(tmp_path: Path) ->
         ({"model": {"heads": 3}}, UsageError, "model.width 16 is not divisible by model.heads 3"),
         ({"model": {"source": "nowhere"}}, UsageError, "nowhere"),
         ({"objective": {"kind": "masked_token"}}, UsageError, "needs a model that sees both sides"),
+        (
+            {"optimizer": {"options": {"beta": 1}}},
+            UsageError,
+            "AdamW has no such option; did you mean betas",
+        ),
+        ({"optimizer": {"name": "Rprop"}}, UsageError, "Rprop has no weight decay; set it to 0"),
+        ({"optimizer": {"options": {"differentiable": True}}}, UsageError, "can't make an update"),
+        ({"schedule": {"warmup_updates": 4}}, UsageError, 'so schedule.decay = "cosine" would never begin'),
+        ({"precision": {"initial_loss_scale": 2.0}}, UsageError, "scales no loss"),
+        (
+            {"model": {"source": "math:root", "layers": 0, "width": 0, "heads": 0}},
+            UsageError,
+            "model.source: math has no 'root'",
+        ),
+        ({"lora": {"alpha": 1.0}}, UsageError, "lora.rank = 0 makes no adapters"),
     ],
 )
 def test_what_needs_no_data_is_refused_before_data_is_read(
@@ -368,7 +383,7 @@ def test_clipping_at_0_is_off(tmp_path: Path) -> None:
 
 def test_the_command_writes_json_and_text_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    changes = [f"run.folder={folder}", "run.num_updates=2"]
+    changes = [f"run.folder={folder}", "run.num_updates=2", "schedule.warmup_updates=1"]
     assert train_command(write_tiny(tmp_path), changes=changes, json_target="-") == 0
     captured = capsys.readouterr()
     data = json.loads(captured.out)
@@ -381,7 +396,9 @@ def test_without_a_folder_the_run_goes_to_one_named_by_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert train_command(write_tiny(tmp_path), changes=["run.num_updates=1"]) == 0
+    assert (
+        train_command(write_tiny(tmp_path), changes=["run.num_updates=1", "schedule.warmup_updates=0"]) == 0
+    )
     (folder,) = (tmp_path / "runs").iterdir()
     assert len(read_run(folder).records) == 1
     words = capsys.readouterr().out

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from wholebatch.errors import UnsupportedError, UsageError
 from wholebatch.finish import Finish
 from wholebatch.train import optimize
-from wholebatch.train.optimize import make_optimizer, optimizer_class, parameter_groups
+from wholebatch.train.optimize import check_optimizer, make_optimizer, optimizer_class, parameter_groups
 from wholebatch.train.settings import OptimizerConfig
 
 
@@ -267,6 +267,41 @@ REFUSED = [
 def test_what_does_not_fit_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_optimizer(layer().parameters(), settings(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"options": {"betas": [0.9]}}, r"does not take these settings: .*optimizer.options = \{'betas': "),
+        (
+            {"options": {"betas": [0.9, 0.99, 0.999]}},
+            r"optimizer.options = \{'betas': .*\} can't make an upd",
+        ),
+        (
+            {"options": {"differentiable": True}},
+            r"\{'differentiable': True\} can't make an update: .*in-place",
+        ),
+        (
+            {"name": "SparseAdam", "weight_decay": 0.0},
+            r"'SparseAdam' .* can't make an update: .*take another",
+        ),
+        ({"options": {"beta": [0.9]}}, r"options.beta = \[0.9\]: AdamW has no such option"),
+        ({"name": "Rprop", "weight_decay": 0.1}, r"weight_decay = 0.1, and Rprop has no weight decay"),
+        ({"name": "LBFGS"}, r"'LBFGS': its step needs a closure"),
+    ],
+)
+def test_settings_with_which_no_update_could_be_made(given: dict[str, Any], message: str) -> None:
+    with pytest.raises((UsageError, UnsupportedError), match=message):
+        check_optimizer(settings(**given))
+
+
+def test_settings_with_which_updates_are_made_pass(own_module: str) -> None:
+    for name in named_classes():
+        if name != "SparseAdam":
+            check_optimizer(settings(name=name, weight_decay=0.0))
+    check_optimizer(settings(options={"capturable": True}))  # for another device than the probe's
+    check_optimizer(settings(options={"betas": [0.5, 0.9], "amsgrad": True, "fused": True}))
+    check_optimizer(settings(name=f"{own_module}:Plain"))
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:

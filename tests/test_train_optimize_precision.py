@@ -113,6 +113,17 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         check_precision(PrecisionConfig(parameters="float64", autocast="bfloat16"))
 
 
+@pytest.mark.parametrize("autocast_dtype", ["off", "bfloat16"])
+def test_a_loss_scale_where_no_loss_is_scaled_is_refused(autocast_dtype: Any) -> None:
+    message = (
+        rf'initial_loss_scale is 1024.0, and precision.autocast = "{autocast_dtype}" scales no loss; set'
+    )
+    with pytest.raises(UsageError, match=message):
+        check_precision(PrecisionConfig(autocast=autocast_dtype, initial_loss_scale=1024.0))
+    check_precision(PrecisionConfig(autocast="float16", initial_loss_scale=1024.0))
+    check_precision(PrecisionConfig(autocast=autocast_dtype))
+
+
 def test_autocast_does_leave_float64_alone() -> None:
     """What the refusal says; where torch changes it, the refusal goes."""
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from wholebatch.errors import UsageError
 from wholebatch.losses import token_loss
 from wholebatch.record import Counters
-from wholebatch.train.schedule import make_schedule, rate_curve, schedule_unit
+from wholebatch.train.schedule import check_schedule, make_schedule, rate_curve, schedule_unit
 from wholebatch.train.settings import BatchConfig, RunConfig, ScheduleConfig, TrainConfig
 from wholebatch.window import UpdateWindow
 
@@ -238,3 +238,20 @@ def test_lengths_that_do_not_fit_are_refused(given: dict[str, Any], message: str
         schedule_unit(ScheduleConfig(**given))
     with pytest.raises(UsageError, match=message):
         rate_curve(config(**given), samples_of_run=96)
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+def test_a_warm_up_as_long_as_the_run_is_refused(decay: Any) -> None:
+    with pytest.raises(
+        UsageError,
+        match=r"schedule.warmup_updates = 12, and the run ends after 12 updates \(run.num_updates = 12\), "
+        rf'so schedule.decay = "{decay}" would never begin; give a shorter warm-up',
+    ):
+        check_schedule(config(12, warmup_updates=12, decay=decay))
+    check_schedule(config(12, warmup_updates=11, decay=decay))
+    check_schedule(config(12, warmup_updates=12, decay="constant"))
+    with pytest.raises(UsageError, match=r"warmup_samples = 96, and the run ends after 96 samples"):
+        check_schedule(config(12, warmup_samples=96, decay=decay))
+    check_schedule(config(12, warmup_samples=95, decay=decay))
+    check_schedule(config(12, warmup_items=10**9, decay_end_items=10**10, decay=decay))
+    check_schedule(config(1, decay=decay))

@@ -287,7 +287,7 @@ def own(tmp_path: Path) -> TrainConfig:
         ("batch.global_batch_samples=16", "a global batch of 8 samples and the plan has 16; plan with"),
         ("model.width=32", "width|shape"),
         ("optimizer.name=SGD", r"optimizer\.name was 'AdamW' and is 'SGD': the state of one is none of"),
-        ("precision.initial_loss_scale=8", r"initial_loss_scale was 65536\.0 and is 8\.0: a run that is"),
+        ("precision.initial_loss_scale=8", r"initial_loss_scale is 8\.0, and precision\.autocast = \"off\""),
         ("average.decay_per_update=0.9", "average"),
     ],
 )
@@ -557,9 +557,13 @@ def test_what_an_optimizer_keeps_in_its_groups_is_left_to_it(tmp_path: Path) -> 
     (tmp_path / "mine.py").write_text(
         "from torch.optim import SGD\n"
         "class Counting(SGD):\n"
+        "    def __init__(self, params, lr=0.1, weight_decay=0.0):\n"
+        "        super().__init__(params, lr=lr, weight_decay=weight_decay)\n"
+        "        for group in self.param_groups:\n"
+        "            group['steps'] = 0\n"
         "    def step(self, closure=None):\n"
         "        for group in self.param_groups:\n"
-        "            group['steps'] = group.get('steps', 0) + 1\n"
+        "            group['steps'] += 1\n"
         "        return super().step(closure)\n"
     )
     optimizer = {"name": f"{tmp_path / 'mine.py'}:Counting"}

@@ -22,7 +22,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from wholebatch.errors import UsageError
 from wholebatch.layout import LARGEST_NUMBER
-from wholebatch.train.settings import WARMUP_UPDATES, ScheduleConfig, TrainConfig
+from wholebatch.train.settings import TrainConfig, default_warmup_updates
 
 Tables = dict[str, Any]
 
@@ -52,6 +52,8 @@ def load_config(path: str | Path | None = None, changes: Sequence[str] = ()) -> 
             raise UsageError(f"{path} can't be read: {error.strerror}") from error
         except ValueError as error:
             raise UsageError(f"{path} is not TOML: {error}") from error
+        except RecursionError as error:
+            raise UsageError(f"{path} has more lists or tables in each other than can be read") from error
     return config_from_dict(with_changes(tables, changes), source=source)
 
 
@@ -82,7 +84,7 @@ def _value_of(text: str) -> Any:
     """A TOML value; what is none is a text, so that names need no quotes in the shell."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+    except (tomllib.TOMLDecodeError, KeyError, RecursionError):
         return text
 
 
@@ -104,8 +106,13 @@ def config_from_dict(tables: Tables, *, source: str = "settings") -> TrainConfig
         if not isinstance(table, dict):
             raise UsageError(f"{source}: {name} is a section, [{name}], not the value {_shown(table)}")
         built[name] = _section(kind, table, name, source)
+    # All lengths of a schedule are in one unit, so there is a default for none of them where one is given.
+    if not any(key.startswith(("warmup_", "decay_end_")) for key in tables.get("schedule", {})):
+        warmup = default_warmup_updates(built["run"].num_updates)
+        built["schedule"] = dataclasses.replace(built["schedule"], warmup_updates=warmup)
     config = TrainConfig(**built)
     _check_ranges(config, source)
+    _check_names(config, source)
     return config
 
 
@@ -159,8 +166,6 @@ def _text(text: str) -> str:
 
 def _section(kind: Any, table: Tables, name: str, source: str) -> Any:
     types = get_type_hints(kind)
-    if kind is ScheduleConfig and not any(key.startswith(("warmup_", "decay_end_")) for key in table):
-        table = {"warmup_updates": WARMUP_UPDATES, **table}  # in one unit with nothing else
     _refuse_unknown(table, types, source, f"key in [{name}]")
     values = {key: _typed(value, types[key], f"{source}: {name}.{key}") for key, value in table.items()}
     return kind(**values)
@@ -257,12 +262,43 @@ _RANGES: dict[str, tuple[float, float]] = {
     "schedule.decay_end_samples": (0, 2**53),
     "schedule.decay_end_items": (0, 2**53),
     "schedule.final_share": (0, 1),
-    "precision.initial_loss_scale": (1, 2.0**60),
+    "precision.initial_loss_scale": (1, 2.0**32),
     "average.decay_per_update": (0, 0.9999999),
     "checkpoints.every_updates": (0, _MANY),
     "checkpoints.keep_last": (1, 10**6),
     "proof.max_samples": (2, _MANY),
 }
+
+
+# Longer ones are refused by every file system there is.
+_LONGEST_NAME_BYTES, _LONGEST_PATH_BYTES = 255, 4095
+_NAMES = (
+    "run.folder",
+    "data.source",
+    "data.files",
+    "data.held_out_files",
+    "data.tokenizer",
+    "model.source",
+    "optimizer.name",
+)
+
+
+def _check_names(config: TrainConfig, source: str) -> None:
+    """Refuse what can't name a file, before the system does so in words of its own."""
+    for name in _NAMES:
+        section, key = name.split(".")
+        value = getattr(getattr(config, section), key)
+        for one in value if isinstance(value, list) else [value]:
+            encoded = one.encode("utf-8", "surrogatepass")
+            if "\0" in one:
+                raise UsageError(f"{source}: {name} is {_shown(one)}; no file has a NUL in its name")
+            if len(encoded) > _LONGEST_PATH_BYTES or any(
+                len(part) > _LONGEST_NAME_BYTES for part in encoded.split(b"/")
+            ):
+                raise UsageError(
+                    f"{source}: {name} is {_shown(one)}; a name has {_LONGEST_NAME_BYTES} bytes at most, "
+                    f"and a path {_LONGEST_PATH_BYTES}"
+                )
 
 
 def _check_ranges(config: TrainConfig, source: str) -> None:

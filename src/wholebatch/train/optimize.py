@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -91,12 +92,40 @@ def make_optimizer(
         options["fused"] = True
     try:
         optimizer: Optimizer = kind(groups, lr=settings.learning_rate, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # a class of the user's own may raise anything, and torch's do an IndexError
         raise UsageError(
             f"optimizer.name = {settings.name!r} does not take these settings: {error} "
             f"(optimizer.learning_rate = {settings.learning_rate}, optimizer.options = {settings.options})"
         ) from error
     return optimizer
+
+
+def check_optimizer(settings: OptimizerConfig) -> None:
+    """Refuse settings with which no update could be made; needs no data and no model.
+
+    A class of torch is made and steps once, on a matrix of its own.
+
+    Raises:
+        JudgeError: importing a class of the user's own failed.
+        UnsupportedError: a class whose step needs a closure.
+        UsageError: no such class, an option that it does not have, or something that it refused.
+    """
+    kind = optimizer_class(settings.name)
+    _checked_options(kind, settings)
+    if vars(torch.optim).get(settings.name) is not kind:
+        return
+    # Whether a device can capture a step is known where its parameters are.
+    options = {key: value for key, value in settings.options.items() if key != "capturable"}
+    probe = nn.Parameter(torch.ones(2, 2))
+    optimizer = make_optimizer([probe], replace(settings, options=options))
+    probe.grad = torch.ones_like(probe)
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise UsageError(
+            f"optimizer.name = {settings.name!r} with optimizer.options = {settings.options} can't make an "
+            f'update: {error}; change the options, or take another class, such as "AdamW"'
+        ) from error
 
 
 def optimizer_class(name: str) -> type[Any]:

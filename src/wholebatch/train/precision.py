@@ -16,11 +16,17 @@ from wholebatch.train.settings import PrecisionConfig
 
 
 def check_precision(settings: PrecisionConfig) -> None:
-    """Refuse autocast over float64 parameters, which it would leave as they are.
+    """Refuse autocast over float64 parameters, which it would leave as they are, and what nothing reads.
 
     Raises:
         UsageError: with both settings.
     """
+    default = PrecisionConfig().initial_loss_scale
+    if settings.autocast != "float16" and settings.initial_loss_scale != default:
+        raise UsageError(
+            f"precision.initial_loss_scale is {settings.initial_loss_scale}, and precision.autocast = "
+            f'"{settings.autocast}" scales no loss; set it to "float16", or leave the scale out'
+        )
     if settings.autocast != "off" and settings.parameters == "float64":
         raise UsageError(
             f'precision.parameters = "float64" and precision.autocast = "{settings.autocast}": autocast '

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from wholebatch.errors import UsageError
 from wholebatch.finish import DeclaredSchedule, ScheduleUnit
+from wholebatch.report.words import number_of
 from wholebatch.train.settings import ScheduleConfig, TrainConfig
 
 LengthUnit = Literal["updates", "samples", "items"]
@@ -96,6 +97,26 @@ def schedule_unit(settings: ScheduleConfig) -> LengthUnit:
     unit = units[0] if units else "updates"
     _refuse_odd_end(settings, unit, lengths[f"warmup_{unit}"], lengths[f"decay_end_{unit}"])
     return unit
+
+
+def check_schedule(config: TrainConfig) -> None:
+    """Refuse a schedule that does not fit itself or the run; needs no data.
+
+    Raises:
+        UsageError: as :func:`schedule_unit`, or a warm-up that the run ends in before anything decays.
+    """
+    unit = schedule_unit(config.schedule)
+    run, batch = config.run.num_updates, config.batch.global_batch_samples
+    longest = {"updates": run, "samples": run * batch}.get(unit)  # nobody knows the items of a run
+    warmup = getattr(config.schedule, f"warmup_{unit}")
+    if longest is None or config.schedule.decay == "constant" or warmup < max(longest, 1):
+        return
+    raise UsageError(
+        f"schedule.warmup_{unit} = {warmup}, and the run ends after {number_of(longest, unit[:-1])} "
+        f"(run.num_updates = {run}), so "
+        f'schedule.decay = "{config.schedule.decay}" would never begin; give a shorter warm-up, '
+        f'a longer run, or decay = "constant"'
+    )
 
 
 def rate_curve(config: TrainConfig, *, samples_of_run: int, items_per_update: float = 1.0) -> RateCurve:

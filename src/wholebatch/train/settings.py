@@ -10,8 +10,13 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# The warm-up of a schedule that gives no length in any unit.
+# The warm-up of a schedule that gives no length in any unit, in runs that are long enough for it.
 WARMUP_UPDATES = 20
+
+
+def default_warmup_updates(num_updates: int) -> int:
+    """The warm-up of a schedule that gives no length: 20 updates, and a fifth of the run at most."""
+    return min(WARMUP_UPDATES, num_updates // 5)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +178,7 @@ class ScheduleConfig:
     """The learning rate over the run. Give its lengths in one unit: updates, samples or items.
 
     A length of 0 is not given. Two lengths in different units are refused. Where no length is given at
-    all, the warm-up has 20 updates.
+    all, the warm-up has 20 updates, or a fifth of the run where that is less.
 
     Args:
         warmup_updates: applied updates until the highest rate is reached, along a line; 0 for none.

@@ -1,4 +1,4 @@
-"""Save a run between two updates, and go on from there.
+"""Save a run between two updates, and resume it from there.
 
 What is saved is written aside, synced and renamed, so that a checkpoint is there as a whole or not at
 all; what is loaded is checked as a whole before the first tensor of the run is written. In both, what
@@ -53,11 +53,11 @@ _LAYOUT = ("global_batch_samples", "micro_batch_samples", "micro_batches_per_win
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a run goes on from.
+    """What a run resumes from.
 
     Args:
         facts: of the checkpoint that was loaded.
-        same_layout: whether m, A, D and the ranks are those that it was saved with. If so the run goes on
+        same_layout: whether m, A, D and the ranks are those that it was saved with. If so the run resumes
             bit for bit; if not, with the same global batches.
         random_state_restored: whether this rank has its own random state back; else it has a fresh one.
         more: the plain data that was saved in ``more``.
@@ -87,14 +87,14 @@ class Checkpoints:
 
     Args:
         folder: where they lie; made by the first save.
-        keep_last: how many of the last are kept.
+        keep_last: number of checkpoints that are kept, the newest ones.
         keep_best: whether the one with the lowest score is kept beside them.
         process_group: the ranks of the job; by default those of the model's DDP, or all.
 
     Raises:
         UsageError: a number of checkpoints to keep that is not 1 or more.
 
-    Exactness: bit for bit. On the same ranks, m, A and D the run goes on as if it had not ended.
+    Exactness: bit for bit. On the same ranks, m, A and D the run resumes as if it had not ended.
     """
 
     def __init__(

@@ -287,7 +287,10 @@ def own(tmp_path: Path) -> TrainConfig:
         ("batch.global_batch_samples=16", "a global batch of 8 samples and the plan has 16; plan with"),
         ("model.width=32", "width|shape"),
         ("optimizer.name=SGD", r"optimizer\.name was 'AdamW' and is 'SGD': the state of one is none of"),
-        ("precision.initial_loss_scale=8", r"initial_loss_scale is 8\.0, and precision\.autocast = \"off\""),
+        (
+            "precision.initial_loss_scale=8",
+            r"initial_loss_scale is 8\.0, and precision\.autocast = \"off\"",
+        ),
         ("average.decay_per_update=0.9", "average"),
     ],
 )

@@ -105,7 +105,7 @@ def run_job(
 def run_folder(config: TrainConfig) -> Path:
     """Where a new run is written."""
     if config.run.folder:
-        return Path(config.run.folder)
+        return Path(config.run.folder).expanduser()
     return Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
 
 
@@ -114,7 +114,7 @@ def run_folder(config: TrainConfig) -> Path:
 
 def _begin_new(job: Job, display: Display, command: Sequence[str]) -> _Begun | None:
     """A run before its first update; None where the first global batch was not equal."""
-    folder = job.world.on_leader(lambda: _unused_folder(job.config))  # by its clock and its disk for all
+    folder = job.world.on_leader(lambda: unused_folder(job.config))  # by its clock and its disk for all
     _say(job, display, facts.describe(job))
     proof = None
     if job.config.proof.check_first_batch:
@@ -125,7 +125,7 @@ def _begin_new(job: Job, display: Display, command: Sequence[str]) -> _Begun | N
             return None
     saved = job.config.checkpoints.every_updates > 0
     training = Training(job, _checkpoints(job, folder) if saved else None, display)
-    training.log = _leader_s(job, lambda: RunLog(folder, facts.header(job, proof, command)))
+    training.log = _log_of_the_leader(job, lambda: RunLog(folder, facts.header(job, proof, command)))
     return _Begun(folder=folder, training=training, words=f"Records go to {folder}")
 
 
@@ -139,12 +139,17 @@ def _resume(job: Job, display: Display, command: Sequence[str], earlier: Earlier
     found = None if _never_saved(job, earlier) else training.load(earlier.checkpoint)
     updates, samples = (found.updates_attempted, found.samples) if found else (0, 0)
     told = facts.resumption(job, earlier.settings, command, updates_attempted=updates, samples=samples)
-    training.log = _leader_s(job, lambda: RunLog.resume(folder, told))
+    training.log = _log_of_the_leader(job, lambda: RunLog.resume(folder, told))
     words = f"Resumed {folder} after {number_of(updates, 'update')}, {samples:,} samples."
     return _Begun(folder=folder, training=training, words=words)
 
 
-def _unused_folder(config: TrainConfig) -> Path:
+def unused_folder(config: TrainConfig) -> Path:
+    """Where a new run is written, once it is known that nothing is there.
+
+    Raises:
+        RecordError: there are files in it already, or it is none.
+    """
     folder = run_folder(config)
     if refusal := used_folder(folder):
         raise RecordError(refusal)
@@ -162,7 +167,7 @@ def _never_saved(job: Job, earlier: Earlier) -> bool:
     return job.world.on_leader(lambda: earlier.num_records == 0 and not any(folder.glob("update-*")))
 
 
-def _leader_s(job: Job, make: Callable[[], RunLog]) -> RunLog | None:
+def _log_of_the_leader(job: Job, make: Callable[[], RunLog]) -> RunLog | None:
     """The log on the leading rank, None on the others; all end together where it can't be written."""
     return job.world.all_or_none(lambda: make() if job.world.leads else None)
 

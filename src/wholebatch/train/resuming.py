@@ -132,7 +132,7 @@ def earlier_of_restart(config: TrainConfig) -> Earlier | None:
             f"and with run.folder empty nobody would know which run to resume; give --set "
             f"run.folder=runs/NAME"
         )
-    folder = Path(config.run.folder)
+    folder = Path(config.run.folder).expanduser()
     if not is_restarted() or not (folder / HEADER_FILE).is_file():
         return None
     # A run of somebody else was refused in the first start, and is to be refused in this one.

@@ -98,7 +98,8 @@ def sampled_splits(samples: int, seed: int, *, ranks: int) -> list[tuple[int, ..
     if samples < max(2, ranks):
         raise JudgeError(
             f"a batch of {counted_word(samples, 'sample')} can't be split over "
-            f"{counted_word(ranks, 'rank')} into {max(2, ranks)} micro-batches or more; give verify at least {max(2, ranks)} samples"
+            f"{counted_word(ranks, 'rank')} into {max(2, ranks)} micro-batches or more; give "
+            f"verify at least {max(2, ranks)} samples"
         )
     draw = random.Random(seed)
     finest = min(samples, _MOST_MICRO_BATCHES)

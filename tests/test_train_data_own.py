@@ -119,6 +119,12 @@ def lengths(train=1, held_out=1):
 def sizes(**wrong):
     return {"train": [{"a": [1]}], "held_out": [], "objective": objective, **wrong}
 
+def two_terms(counted=False):
+    count = len if counted else None
+    from wholebatch.objective import sample_loss
+    terms = {"a": (wb.counted_loss(None, count=count), 1.0), "b": (sample_loss(None), 0.5)}
+    return {"train": [{"a": [1]}], "held_out": [], "objective": wb.weighted_terms(terms)}
+
 def none_of_it():
     return [], objective
 
@@ -397,6 +403,16 @@ def test_token_ids_outside_the_vocabulary_are_named() -> None:
     collated(data, [0])
     with pytest.raises(UsageError, match="sample 0 has the token id 11"):
         load("strange_ids", options={"held_out": True})
+
+
+def test_one_of_several_terms_without_a_count_is_refused() -> None:
+    with pytest.raises(
+        UsageError,
+        match=r"objective of mine.py:two_terms has 2 terms, and 'a' can't count its items ahead of .*; "
+        r"give each of several terms a count",
+    ):
+        load("two_terms")
+    load("two_terms", options={"counted": True})
 
 
 def test_a_bad_held_out_sample_is_found_at_once() -> None:

@@ -315,6 +315,12 @@ def test_a_cap_without_room_is_refused() -> None:
         load_rows({"prompt": "a", "completion": "b"}, max_tokens_per_sample=2)
 
 
+@pytest.mark.parametrize("kind", ["next_token", "label", "masked_token"])
+def test_texts_of_bytes_have_no_end_mark_that_a_cap_had_to_leave_room_for(kind: str) -> None:
+    rows = [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
+    assert tokens(load_rows(*rows, kind=kind, max_tokens_per_sample=2).train) == [[BEGIN, 97], [BEGIN, 98]]
+
+
 # the split -------------------------------------------------------------------------------------------
 
 

@@ -173,6 +173,18 @@ def test_masks_need_a_mask_token(tmp_path: Path) -> None:
         load(tmp_path, [{"text": "one"}], tokenizer=folder, kind="masked_token")
 
 
+def test_samples_without_an_item_are_counted_and_nothing_but_those_is_refused(tmp_path: Path) -> None:
+    folder = build(tmp_path / "bare", marks=False)
+    rows = [{"text": "one"}, {"text": "two three"}, {"text": "four"}]
+    found = load(tmp_path, rows, tokenizer=folder)
+    assert (found.facts["train_items"], found.facts["train_samples_without_items"]) == (1, 2)
+    with pytest.raises(
+        UsageError,
+        match=r"none of the 2 samples to train on has an item to learn, with objective.kind = 'next_token'",
+    ):
+        load(tmp_path, [rows[0], rows[2]], tokenizer=folder)
+
+
 def test_a_cap_beside_the_marks(tmp_path: Path) -> None:
     folder = build(tmp_path / "t")
     with pytest.raises(

@@ -47,6 +47,23 @@ def test_items_that_nobody_counted_are_not_told(tmp_path: Path) -> None:
     assert data_identity(job)["train_items"] is None
 
 
+def test_what_would_not_be_expected_is_noted(tmp_path: Path) -> None:
+    job = built(tiny(tmp_path))
+    model = {**job.model.facts, "new_parameters": ["head.weight"], "unexpected_parameters": ["a", "b"]}
+    data = {**job.data.facts, "train_samples_without_items": 3}
+    job = dataclasses.replace(
+        job,
+        model=dataclasses.replace(job.model, facts=model),
+        data=dataclasses.replace(job.data, facts=data),
+    )
+    samples = f"{len(job.data.train):,}"
+    assert describe(job).splitlines()[-3:] == [
+        f"Note: 3 of {samples} samples to train on have no item to learn and only fill batches.",
+        "Note: 1 parameter of the model, such as head.weight, is not in its folder and random at first.",
+        "Note: 2 weights of the folder, such as a, are not used.",
+    ]
+
+
 def test_frozen_parameters_are_told(tmp_path: Path) -> None:
     job = built(tiny(tmp_path))
     facts = {**job.model.facts, "trainable_parameters": 48}

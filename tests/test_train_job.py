@@ -332,6 +332,24 @@ def test_what_needs_no_data_is_refused_before_data_is_read(
         train_command(write_tiny(tmp_path, **sections))
 
 
+def test_a_used_folder_is_refused_before_data_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(_: TrainConfig) -> None:
+        raise AssertionError("data was read")
+
+    monkeypatch.setattr("wholebatch.train.parts.load_data", read)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "note").write_text("mine")
+    for folder in (str(tmp_path / "used"), "~/used"):
+        with pytest.raises(RecordError, match="used holds files already"):
+            train_command(write_tiny(tmp_path), changes=[f"run.folder={folder}"])
+    with pytest.raises(AssertionError, match="data was read"):
+        train_command(write_tiny(tmp_path), changes=["run.folder=~/new"])
+    assert run_folder(config_from_dict({"run": {"folder": "~/new"}})) == tmp_path / "new"
+
+
 def test_evaluation_is_one_sum_over_all_samples_divided_once(tmp_path: Path) -> None:
     job = built(tiny(tmp_path, batch={"micro_batch_samples": 4}))
     chosen = range(23)

@@ -235,6 +235,37 @@ def test_an_objective_that_neither_model_nor_data_reads_is_refused(
     check_model_settings(settings(data=mine, objective=label))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), torch.OutOfMemoryError()],
+)
+def test_memory_that_runs_out_while_the_model_is_built(
+    monkeypatch: pytest.MonkeyPatch, own: str, error: Exception
+) -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("wholebatch.train.models.choose.GPT", no_memory)
+    config = settings(model={"layers": 900, "width": 2048, "heads": 2})
+    with pytest.raises(
+        UsageError,
+        match=r"memory ran out while the model was built: .* model.layers = 900 of model.width = 2048 have",
+    ):
+        build_model(config, data=job_data(), device="cpu")
+    monkeypatch.setattr(nn.Module, "to", no_memory)
+    with pytest.raises(UsageError, match=r"that model.source .*mine.py:normed has; take a smaller one"):
+        build_model(settings(model={"source": own}), data=job_data(), device="cpu")
+
+
+def test_other_errors_of_a_model_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: Any, **__: Any) -> None:
+        raise RuntimeError("another")
+
+    monkeypatch.setattr("wholebatch.train.models.choose.GPT", wrong)
+    with pytest.raises(RuntimeError, match="another"):
+        build_model(settings(), data=job_data(), device="cpu")
+
+
 # Parts that are in eval mode on purpose
 
 

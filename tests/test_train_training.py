@@ -222,7 +222,7 @@ def test_an_output_that_closes_in_an_evaluation_ends_after_the_next_update(
 
 
 def nan_loss(output: Tensor, _batch: Any) -> tuple[Tensor, int]:
-    return output.sum() * math.nan, 1
+    return output.float().sum() * math.nan, 1
 
 
 def test_a_loss_that_is_never_finite_ends_the_run(tmp_path: Path) -> None:
@@ -244,6 +244,32 @@ def test_a_loss_that_is_never_finite_ends_the_run(tmp_path: Path) -> None:
     assert (
         saved(tmp_path / "run", 10)["rest.pt"]["plain"]["skipped_updates_in_a_row"] == MOST_SKIPS_IN_A_ROW
     )
+
+
+def test_skips_that_halve_a_loss_scale_do_not_end_the_run(tmp_path: Path) -> None:
+    """A scale of 2^32 overflows more often in a row than other updates may be skipped."""
+    scaled = {"parameters": "float32", "autocast": "float16", "initial_loss_scale": 2.0**32}
+    config = tiny(tmp_path / "run", run={"num_updates": 30}, precision=scaled)
+    run_job(built(config), Listener(config))
+    records = read_run(tmp_path / "run").records
+    skipped = [record for record in records if record.outcome == "skipped_nonfinite"]
+    assert len(skipped) > MOST_SKIPS_IN_A_ROW, "the scale was not too high for long, so nothing is shown"
+    assert [record.updates_attempted for record in skipped] == list(range(1, len(skipped) + 1))
+    assert [record.loss_scale for record in skipped] == [2.0 ** (32 - n) for n in range(len(skipped))]
+    assert records[-1].outcome == "applied"
+
+
+def test_a_loss_that_is_never_finite_ends_a_run_with_a_loss_scale_too(tmp_path: Path) -> None:
+    scaled = {"parameters": "float32", "autocast": "float16", "initial_loss_scale": 4.0}
+    config = tiny(tmp_path / "run", run={"num_updates": 50}, precision=scaled)
+    job = built(config)
+    objective = counted_loss(nan_loss, count=lambda _: 1)
+    job = dataclasses.replace(job, data=dataclasses.replace(job.data, objective=objective))
+    with pytest.raises(JudgeError, match=f"the last {MOST_SKIPS_IN_A_ROW} updates were all skipped"):
+        run_job(job, Listener(config))
+    scales = [record.loss_scale for record in read_run(tmp_path / "run").records]
+    assert scales[:3] == [4.0, 2.0, 1.0]
+    assert len(scales) == 2 + MOST_SKIPS_IN_A_ROW
 
 
 def own_job(tmp_path: Path, **sections: dict[str, Any]) -> TrainConfig:

@@ -58,7 +58,7 @@ def train(
         print(config_text(settings), end="")
         return 0
     yield_idle_cores()
-    from wholebatch.train.job import run_job
+    from wholebatch.train.job import run_job, unused_folder
     from wholebatch.train.parts import build_job, check_settings
     from wholebatch.train.world import join_world
 
@@ -68,6 +68,8 @@ def train(
         if earlier is None:
             earlier = world.on_leader(lambda: earlier_of_restart(settings))
         plan = check_settings(settings, world.ranks)
+        if earlier is None:
+            world.on_leader(lambda: unused_folder(settings))
         job = world.all_or_none(lambda: build_job(settings, world, plan))
         display = choose_display(
             console,

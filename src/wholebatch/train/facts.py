@@ -9,6 +9,7 @@ from wholebatch.epochs import EpochLedger
 from wholebatch.record import Resumption, RunHeader
 from wholebatch.report.ledger import plan_findings, plan_text
 from wholebatch.report.words import number_of
+from wholebatch.train.notes import notes
 from wholebatch.train.parts import Job
 from wholebatch.train.proof import proof_facts
 from wholebatch.train.resuming import launch
@@ -28,6 +29,7 @@ def describe(job: Job) -> str:
         f"{f', {frozen:,} of them frozen,' if frozen else ''} in {precision(job)}.\n"
         f"Run: {number_of(run.num_updates, 'update')}, {job.samples_of_run:,} samples; an epoch has "
         f"{number_of(job.order.updates_per_epoch, 'update')}."
+        + "".join(f"\nNote: {note}." for note in notes(data, model))
         + "".join(
             # The one finding about the data that is true of runs shorter than an epoch too.
             f"\nNote: {finding['message']}."

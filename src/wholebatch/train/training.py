@@ -190,8 +190,11 @@ class Training:
         if self.average is not None:
             self.average.follow(record)
         self._score = None
-        skipped = record.outcome != "applied"
-        self._skipped_updates_in_a_row = self._skipped_updates_in_a_row + 1 if skipped else 0
+        if record.outcome == "applied":
+            self._skipped_updates_in_a_row = 0
+        elif record.outcome != "skipped_nonfinite" or (record.loss_scale or 1.0) <= 1.0:
+            # Above 1 the scale is halved by such a skip, and may just have been too high.
+            self._skipped_updates_in_a_row += 1
         if self._skipped_updates_in_a_row >= MOST_SKIPS_IN_A_ROW:
             self._save()
             raise JudgeError(

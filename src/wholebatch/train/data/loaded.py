@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wholebatch.errors import UsageError
 from wholebatch.losses import next_token_loss, token_loss
@@ -60,7 +61,7 @@ def load_data(config: TrainConfig) -> JobData:
     if first is None:
         raise UsageError(f"data.files has no rows: {_few(config.data.files)} hold nothing but blank lines")
     tokenizer = _tokenizer(config, first.form)
-    check_cap(tokenizer, config.data.max_tokens_per_sample)
+    check_cap(tokenizer, config.data.max_tokens_per_sample, form=first.form)
     reading = Reading()
     choose = _choice(config)
     for rows, is_other in ((chain([first], train_rows), choose), (held_out_rows, lambda _: True)):
@@ -184,13 +185,20 @@ def _job_data(config: TrainConfig, reading: Reading, tokenizer: Tokenizer, form:
         masks=masks,
         labelled=kind == "label",
     )
+    items = _items_of_samples(train, kind, masks)
+    if not items.any():
+        raise UsageError(
+            f"none of the {len(train)} samples to train on has an item to learn, with objective.kind = "
+            f"{kind!r}: their texts are too short; give longer ones"
+        )
     facts = _facts(config, reading, tokenizer, form) | {
         "train_samples": len(train),
         "held_out_samples": len(held_out),
         "train_tokens": len(train.tokens),
         "held_out_tokens": len(held_out.tokens),
-        "train_items": _num_items(train, kind, masks),
-        "held_out_items": _num_items(held_out, kind, masks),
+        "train_items": int(items.sum()),
+        "train_samples_without_items": int((items == 0).sum()),
+        "held_out_items": int(_items_of_samples(held_out, kind, masks).sum()),
     }
     return JobData(
         train=train,
@@ -224,14 +232,14 @@ def _facts(config: TrainConfig, reading: Reading, tokenizer: Tokenizer, form: Fo
     }
 
 
-def _num_items(samples: TokenSamples, kind: str, masks: Masks | None) -> int:
-    """What the objective counts over all samples, in one epoch."""
+def _items_of_samples(samples: TokenSamples, kind: str, masks: Masks | None) -> NDArray[np.int64]:
+    """What the objective counts in each sample, in one epoch."""
     if kind == "label":
-        return len(samples)
+        return np.ones(len(samples), dtype=np.int64)
     if masks is not None:
         candidates = np.diff(np.concatenate([[0], np.cumsum(masks.may_hide[samples.tokens])])[samples.ends])
-        return int(masks.num_hidden(candidates).sum())
-    return int((samples.lengths - np.maximum(samples.learned_from, 1)).sum())
+        return masks.num_hidden(candidates)
+    return np.asarray(samples.lengths - np.maximum(samples.learned_from, 1), dtype=np.int64)
 
 
 def _few(files: Sequence[str]) -> str:

@@ -130,7 +130,8 @@ def load_own(config: TrainConfig) -> JobData:
         first=first,
         vocabulary=parts.get("vocabulary"),
     )
-    guarded(lambda: collation([first], [0], 0), f"{data.source}: a micro-batch of sample 0 failed")
+    batch = guarded(lambda: collation([first], [0], 0), f"{data.source}: a micro-batch of sample 0 failed")
+    _check_counts(parts["objective"], batch, data.source)
     if len(held_out):  # evaluated first when training begins, which may be long after this
         guarded(
             lambda: collation([held_out[0]], [0], 0),
@@ -211,6 +212,20 @@ def _check(parts: Mapping[str, Any], source: str) -> None:
         )
     if len(parts["train"]) == 0:
         raise UsageError(f"data.source: train of {source} has no samples")
+
+
+def _check_counts(objective: Any, batch: Batch, source: str) -> None:
+    """Refuse several terms of which one does not say its items ahead: a job runs no pass to count them."""
+    if len(objective.coefficients) == 1:
+        return
+    counts = guarded(lambda: objective.count(batch), f"{source}: counting the items of sample 0 failed")
+    unknown = [repr(term) for term, items in counts.items() if items is None]
+    if unknown:
+        raise UsageError(
+            f"data.source: the objective of {source} has {len(counts)} terms, and {', '.join(unknown)} "
+            f"can't count its items ahead of the forward; give each of several terms a count, such as "
+            f"counted_loss(loss, count=...)"
+        )
 
 
 def _sides(parts: Mapping[str, Any], config: TrainConfig) -> tuple[Samples, Samples, str]:

@@ -8,7 +8,7 @@ from itertools import islice
 
 from wholebatch.errors import UsageError
 from wholebatch.train.data.labels import SeenLabels, first_sight_number
-from wholebatch.train.data.rows import Row
+from wholebatch.train.data.rows import Form, Row
 from wholebatch.train.data.store import Growing
 from wholebatch.train.data.tokens import Tokenizer
 from wholebatch.train.settings import TrainConfig
@@ -101,13 +101,14 @@ def _encoded(
         ) from error
 
 
-def check_cap(tokenizer: Tokenizer, cap: int) -> None:
-    """Refuse a cap under which the marks leave no room.
+def check_cap(tokenizer: Tokenizer, cap: int, *, form: Form) -> None:
+    """Refuse a cap under which the marks around rows of this form leave no room.
 
     Raises:
         UsageError: with the room that is needed.
     """
-    marks = len(tokenizer.begin) + max(len(tokenizer.end), len(tokenizer.completion_end))
+    end = tokenizer.completion_end if form == "completion" else tokenizer.end
+    marks = len(tokenizer.begin) + len(end)
     if cap < marks + 1:
         raise UsageError(
             f"data.max_tokens_per_sample is {cap}; the begin and end marks of the tokenizer "

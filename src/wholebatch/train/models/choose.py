@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from wholebatch.errors import UnsupportedError, UsageError
+from wholebatch.train.advice import is_out_of_memory
 from wholebatch.train.material import Batch, JobData, JobModel
 from wholebatch.train.models.gpt import GPT, GPTShape, num_parameters
 from wholebatch.train.models.huggingface import check_folder, check_shape, load_folder
@@ -151,13 +154,14 @@ def build_model(config: TrainConfig, *, data: JobData, device: torch.device | st
     """
     dtype: torch.dtype = getattr(torch, config.precision.parameters)
     kind = source_kind(config.model.source)
-    if kind == "gpt":
-        built = _gpt(config, data)
-    elif kind == "own":
-        built = call_own(config.model)
-    else:
-        built = load_folder(config, data, dtype)
-    module = built.module.to(device=device, dtype=dtype)
+    with _memory_told(config):
+        if kind == "gpt":
+            built = _gpt(config, data)
+        elif kind == "own":
+            built = call_own(config.model)
+        else:
+            built = load_folder(config, data, dtype)
+        module = built.module.to(device=device, dtype=dtype)
     facts = {**built.facts, "source": config.model.source}
     if config.lora.rank:
         module, adapter_facts = add_adapters(module, config.lora, facts, objective=config.objective.kind)
@@ -178,6 +182,23 @@ def build_model(config: TrainConfig, *, data: JobData, device: torch.device | st
     if kind != "own":  # whose parts may be in eval mode on purpose, such as a batch norm
         module.train()
     return JobModel(module=module, forward=built.forward, facts=facts)
+
+
+@contextmanager
+def _memory_told(config: TrainConfig) -> Iterator[None]:
+    """Where there is no memory for the parameters, what would make them fewer."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        instead = f"model.source {config.model.source} has; take a smaller one"
+        if config.model.source == "gpt":
+            layers, width, _ = gpt_sizes(config.model)
+            instead = f"model.layers = {layers} of model.width = {width} have; lower them"
+        raise UsageError(
+            f"memory ran out while the model was built: there is none for the parameters that {instead}"
+        ) from error
 
 
 def compile_in_place(module: nn.Module, device: torch.device) -> None:

@@ -1,0 +1,32 @@
+"""What of the data and the model a person would not expect, told before training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from wholebatch.report.words import number_of
+
+
+def notes(data: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
+    """Sentences about samples without items and weights that are not where they should be.
+
+    Args:
+        data: facts of the data.
+        model: facts of the model.
+
+    Returns:
+        One sentence each, without a full stop; none where there is nothing to tell.
+    """
+    told = []
+    if empty := data.get("train_samples_without_items", 0):
+        samples, have = number_of(data["train_samples"], "sample"), "has" if empty == 1 else "have"
+        told.append(f"{empty:,} of {samples} to train on {have} no item to learn and only fill batches")
+    new, unused = model.get("new_parameters", []), model.get("unexpected_parameters", [])
+    if new:
+        many, are = number_of(len(new), "parameter"), "is" if len(new) == 1 else "are"
+        told.append(f"{many} of the model, such as {new[0]}, {are} not in its folder and random at first")
+    if unused:
+        many, are = number_of(len(unused), "weight"), "is" if len(unused) == 1 else "are"
+        told.append(f"{many} of the folder, such as {unused[0]}, {are} not used")
+    return told

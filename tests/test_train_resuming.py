@@ -305,6 +305,13 @@ def test_what_would_make_it_another_run_is_refused(tmp_path: Path, change: str, 
     assert len(read_run(tmp_path / "run").records) == 4
 
 
+def test_another_first_loss_scale_would_do_nothing_and_is_refused(tmp_path: Path) -> None:
+    precision = {"parameters": "float32", "autocast": "float16", "initial_loss_scale": 1024.0}
+    interrupted(tiny(tmp_path / "run", precision=precision), 2)
+    with pytest.raises(UsageError, match=r"initial_loss_scale was 1024\.0 and is 8\.0: a run that is"):
+        resumed(tmp_path / "run", "precision.initial_loss_scale=8")
+
+
 def test_a_file_of_settings_and_a_run_are_one_too_many(tmp_path: Path) -> None:
     file = write_tiny(tmp_path)
     with pytest.raises(UsageError, match=r"tiny\.toml and --resume runs/a both bring settings; a run is"):

@@ -254,17 +254,11 @@ def test_the_help_says_everything_in_80_columns(
     assert "torchrun itself turns all but 0 into 1" in words
 
 
-def test_updates_set_the_schedule_s_end_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["train", "--help"])
-    words = " ".join(capsys.readouterr().out.split())
-    assert "Length of the run in updates; the learning-rate schedule ends there." in words
-
-
 @pytest.mark.parametrize(
     ("line", "command"),
     [
         ("plan --batch 4", "wholebatch plan"),
-        ("train --updates x", "wholebatch train"),
+        ("train --sett x=1", "wholebatch train"),
         ("verify", "wholebatch verify"),
         ("show", "wholebatch show"),
         ("frobnicate", "wholebatch"),
@@ -303,13 +297,19 @@ def test_other_commands_hand_over_their_options(monkeypatch: pytest.MonkeyPatch)
     replace_module(monkeypatch, "wholebatch.train.command", train=called)
     replace_module(monkeypatch, "wholebatch.report.verdict", verify_command=called)
     replace_module(monkeypatch, "wholebatch.report.show", show=called)
-    assert run("train a.toml --run-dir runs/a --updates 3 --json -") == 1
+    assert run("train a.toml --set run.folder=runs/a --set run.num_updates=3 --json -") == 1
+    assert run("train --resume runs/a") == 1
     assert main(["train"]) == 1
     assert run("verify m:f --splits 2+3,5 --ranks 2 --seed 7 --json v.json") == 1
     assert run("show runs/a") == 1
+    given = {"changes": (), "resume": None, "print_config": False, "json_target": None}
     assert calls == [
-        ((Path("a.toml"),), {"run_dir": Path("runs/a"), "updates": 3, "json_target": "-"}),
-        ((None,), {"run_dir": None, "updates": None, "json_target": None}),
+        (
+            (Path("a.toml"),),
+            given | {"changes": ["run.folder=runs/a", "run.num_updates=3"], "json_target": "-"},
+        ),
+        ((None,), given | {"resume": Path("runs/a")}),
+        ((None,), given),
         (("m:f",), {"splits": "2+3,5", "ranks": 2, "seed": 7, "json_target": "v.json"}),
         (([Path("runs/a")],), {"by": None, "follow_it": False, "json_target": None}),
     ]
@@ -320,7 +320,7 @@ def test_other_commands_hand_over_their_options(monkeypatch: pytest.MonkeyPatch)
     [
         (JudgeError("the loss is not finite"), 3, "error: the loss is not finite"),
         (WholebatchError("it broke"), 3, "error: it broke"),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
 def test_exit_codes(
@@ -354,8 +354,10 @@ def test_json_never_says_nan(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == {"a": None}
     write_json({"a": 1}, None)
     assert capsys.readouterr().out == ""
-    assert text_stream("-") is sys.stderr
-    assert text_stream("file.json") is sys.stdout
+    text_stream("-").write("text")
+    assert capsys.readouterr() == ("", "text")
+    text_stream("file.json").write("text")
+    assert capsys.readouterr() == ("text", "")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs pipes")

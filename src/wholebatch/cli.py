@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wholebatch.errors import PlanError, WholebatchError
-from wholebatch.report.output import OutputClosedError, leave_closed_output, tell_error
+from wholebatch.report.output import (
+    OutputClosedError,
+    leave_closed_output,
+    ready_streams,
+    tell_error,
+    told_when_not_written,
+)
 
 if TYPE_CHECKING:
     from wholebatch.epochs import IntervalName, Unit
@@ -54,15 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if not words:
-        app(args=["--help"], prog_name="wholebatch", standalone_mode=False)
+        _run(["--help"])
         return PlanError.exit_code  # nothing was asked for; the help says what can be
+    ready_streams()
     try:
         outcome = _run(words)
-    except OutputClosedError:
+    except OutputClosedError as closed:
         leave_closed_output()
         with contextlib.suppress(OSError):
-            tell_error("stopped: the output was closed before the end")
-        return OutputClosedError.exit_code
+            tell_error(f"stopped: {closed}")
+        return closed.exit_code
     except WholebatchError as problem:
         tell_error(f"error: {problem}")
         return problem.exit_code
@@ -80,19 +87,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> Any:
-    """Run a command; OutputClosedError where nobody reads what it writes."""
-    streams = sys.stdout, sys.stderr
+    """Run a command; OutputClosedError where what it writes is not read, or can't be written."""
+    # Not through typer's own main, which ends the program on Ctrl-C and on a closed output.
+    command = typer.main.get_command(app)
     try:
-        outcome = app(args=words, prog_name="wholebatch", standalone_mode=False)
-        sys.stdout.flush()
+        with told_when_not_written():
+            context = command.make_context("wholebatch", list(words))
+        with context:
+            outcome = command.invoke(context)
+        with told_when_not_written():
+            sys.stdout.flush()
+    except typer.Exit as end:
+        return end.exit_code
     except BrokenPipeError as closed:
-        raise OutputClosedError from closed
-    except SystemExit as end:
-        # Typer makes exit code 1 of a broken pipe, which here is a verdict, and replaces the streams.
-        if not isinstance(end.__context__, BrokenPipeError):
-            raise
-        sys.stdout, sys.stderr = streams
-        raise OutputClosedError from end
+        raise OutputClosedError("the output was closed before the end") from closed
     return outcome
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 
@@ -35,6 +35,12 @@ class OutputClosedError(Exception):
     exit_code = 141
 
 
+class OutputFailedError(OutputClosedError):
+    """The output can't be written, as on a full disk."""
+
+    exit_code = 3
+
+
 class OutputConsole(Console):
     """A console that says that its reader is gone, where rich would end the program with code 1."""
 
@@ -47,20 +53,66 @@ class OutputConsole(Console):
         raise OutputClosedError("the output was closed before the end")
 
 
+class _Told:
+    """A stream whose failures to write, except that nobody reads, become an ``OutputFailedError``."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with told_when_not_written():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with told_when_not_written():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def told_when_not_written() -> Iterator[None]:
+    """Around a write to stdout or stderr.
+
+    Raises:
+        OutputFailedError: it can't be written; that nobody reads it stays a BrokenPipeError.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # rich and typer answer it, each in its way
+    except OSError as failure:
+        raise OutputFailedError(f"the output can't be written: {failure.strerror}") from failure
+
+
+def ready_streams() -> None:
+    """Give a closed stdout or stderr somewhere to go, and let no letter fail that it can't show."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # as in a shell's `>&-`
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # open to the end
+        reconfigure = getattr(getattr(sys, name), "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
 def leave_closed_output() -> None:
     """Let what is still in the buffers of stdout and stderr go nowhere, so that the exit is quiet."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:
             os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def text_stream(json_target: str | None) -> TextIO:
-    """Return the stream for people's text: stderr where stdout is the JSON's, else stdout."""
-    return sys.stderr if json_target == STDOUT else sys.stdout
+    """The stream for people's text: stderr where stdout is the JSON's, else stdout.
+
+    What can't be written to it ends as an ``OutputFailedError``.
+    """
+    return cast(TextIO, _Told(sys.stderr if json_target == STDOUT else sys.stdout))
 
 
 def write_json(payload: Mapping[str, Any], target: str | None) -> None:
@@ -72,15 +124,16 @@ def write_json(payload: Mapping[str, Any], target: str | None) -> None:
 
     Raises:
         RecordError: the file can't be written; the message repeats its path.
-        OutputClosedError: nobody reads stdout any more.
+        OutputClosedError: nobody reads stdout any more, or it can't be written.
     """
     if target is None:
         return
     document = json.dumps(finite(payload), indent=2, allow_nan=False) + "\n"
     if target == STDOUT:
         try:
-            sys.stdout.write(document)
-            sys.stdout.flush()
+            with told_when_not_written():
+                sys.stdout.write(document)
+                sys.stdout.flush()
         except BrokenPipeError:
             raise OutputClosedError("the output was closed before the end") from None
         return

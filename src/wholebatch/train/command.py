@@ -55,7 +55,7 @@ def train(
         earlier = find_earlier(resume)
         settings = settings_of(earlier, changes)
     if print_config:
-        print(config_text(settings), end="")
+        text_stream(json_target).write(config_text(settings))
         return 0
     yield_idle_cores()
     from wholebatch.train.job import run_job, unused_folder

@@ -93,8 +93,9 @@ class OwnCollation:
         tokens = batch.get("input_ids")
         if self.vocabulary is None or not isinstance(tokens, Tensor) or tokens.is_floating_point():
             return
-        for row, sample_id in zip(tokens, ids, strict=False):
-            strange = row[(row < 0) | (row >= self.vocabulary)]
+        outside = (tokens < 0) | (tokens >= self.vocabulary)
+        for row, sample_id, where in zip(tokens, ids, outside, strict=False) if outside.any() else ():
+            strange = row[where]
             if strange.numel():
                 raise UsageError(
                     f"data.source: input_ids of sample {sample_id} has the token id "

@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from runs import a_header, a_record, an_evaluation
+from wholebatch import run_log
 from wholebatch.errors import RecordError
 from wholebatch.record import (
+    LOCK_FILE,
     SCHEMA_VERSION,
     Counters,
     Evaluation,
@@ -31,7 +33,7 @@ from wholebatch.record import (
     package_versions,
     padding_share,
 )
-from wholebatch.run_log import RunLog, used_folder
+from wholebatch.run_log import RunLog, only_writer, used_folder
 from wholebatch.run_reader import read_run
 
 
@@ -503,3 +505,71 @@ def test_versions_of_what_is_not_there() -> None:
 def test_record_imports_no_torch() -> None:
     code = "import sys, wholebatch.run_log, wholebatch.run_reader; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+# Two programs
+
+
+def test_only_one_program_writes_a_run_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "some" / "run"
+    with only_writer(folder):
+        told = re.escape(f"run folder {folder} is being written by process {os.getpid()} on ")
+        with (
+            pytest.raises(RecordError, match=told + ".*; wait until it has ended, or end it"),
+            only_writer(folder),
+        ):
+            pass
+        (folder / LOCK_FILE).write_bytes(b"")
+        with (
+            pytest.raises(RecordError, match="is being written by another process; wait"),
+            only_writer(folder),
+        ):
+            pass
+    with only_writer(folder):
+        assert used_folder(folder) is None, "a lock alone is no run"
+        RunLog(folder, a_header()).close()
+    assert read_run(folder).end is not None
+
+
+def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """One that reads samples may live for seconds after its run was killed."""
+    ready, go = os.pipe(), os.pipe()
+    with only_writer(tmp_path):
+        child = os.fork()
+        if child == 0:
+            os.write(ready[1], b"1")
+            os.read(go[0], 1)
+            os._exit(0)
+        os.read(ready[0], 1)
+    try:
+        with only_writer(tmp_path):
+            pass
+    finally:
+        os.write(go[1], b"1")
+        os.waitpid(child, 0)
+        for end in (*ready, *go):
+            os.close(end)
+
+
+def test_a_lock_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    words = r"run folder .*file/run can't be written: Not a directory"
+    with pytest.raises(RecordError, match=words), only_writer(tmp_path / "file" / "run"):
+        pass
+
+    def refuse(_file: int, _how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_log.fcntl, "flock", refuse)
+    number = errno.EIO
+    with (
+        pytest.raises(RecordError, match=r"writer\.lock can't be written: Input/output error"),
+        only_writer(tmp_path / "run"),
+    ):
+        pass
+    number = errno.EOPNOTSUPP
+    with only_writer(tmp_path / "run"), only_writer(tmp_path / "run"):
+        pass
+    monkeypatch.setattr(run_log, "fcntl", None)
+    with only_writer(tmp_path / "run"), only_writer(tmp_path / "run"):
+        pass

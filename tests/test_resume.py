@@ -366,9 +366,7 @@ def test_a_number_a_name_and_a_path_choose_one(tmp_path):
     assert checkpoints.load(run.window).updates_attempted == 1
     assert checkpoints.load(run.window, which="update-00000000").updates_attempted == 0
     assert Checkpoints("elsewhere").load(run.window, which=tmp_path / "update-00000001").samples == 12
-    with pytest.raises(
-        UsageError, match=r"'7' is no checkpoint; in .* update-00000000, update-00000001"
-    ):
+    with pytest.raises(UsageError, match=r"'7' is no checkpoint; in .* update-00000000, update-00000001"):
         checkpoints.load(run.window, which=7)
     with pytest.raises(UsageError, match=r"there is no checkpoint in elsewhere; the run has not saved one"):
         Checkpoints("elsewhere").load(run.window)

@@ -7,8 +7,11 @@ import os
 import re
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import Tensor
@@ -33,12 +36,15 @@ from ranks import run_ranks
 from runs import write_tiny
 from wholebatch.errors import CheckpointError, RecordError, UsageError
 from wholebatch.record import ABANDONED_FILE, RECORDS_FILE
+from wholebatch.resume import Checkpoints
+from wholebatch.run_log import only_writer
 from wholebatch.run_reader import read_run
 from wholebatch.train.command import train as train_command
 from wholebatch.train.config import TrainConfig, config_from_dict, config_text
 from wholebatch.train.job import run_job
 from wholebatch.train.resuming import earlier_of_restart, find_earlier, launch, settings_of
 from wholebatch.train.world import World, join_world
+from wholebatch.window import UpdateWindow
 
 # Everything that has a state, and random numbers in every forward.
 FULL: dict[str, dict[str, Any]] = {
@@ -175,8 +181,13 @@ def test_a_finished_run_goes_on_with_more_updates(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(tiny(folder))
     before = told(folder)
-    result, _, _ = resumed(folder)
-    assert (result.exit_code, told(folder)) == (0, before), "there was nothing left to do"
+    for change in ([], ["optimizer.learning_rate=1.0"]):
+        result, _, display = resumed(folder, *change)
+        assert (result.exit_code, told(folder)) == (0, before)
+        assert display.words.getvalue() == (
+            f"{folder} has 4 updates already; nothing to do. For more, --set run.num_updates=N\n"
+        )
+    assert read_run(folder).resumptions == []
     result, _, _ = resumed(folder, "run.num_updates=6")
     assert result.exit_code == 0
     records, evaluations = told(folder)
@@ -271,6 +282,113 @@ def test_a_run_that_was_not_saved_cannot_be_resumed(tmp_path: Path) -> None:
     assert len(read_run(tmp_path / "run").records) == 2
 
 
+def test_an_export_that_was_cut_short_is_made_when_it_is_resumed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(tiny(folder))
+    (folder / "end.json").unlink()
+    (folder / "model" / "model.pt").unlink()
+    resumed(folder)
+    assert (folder / "model" / "model.pt").is_file()
+
+
+def test_what_was_changed_is_said(tmp_path: Path) -> None:
+    """Another number of heads fits every shape, and is another model."""
+    folder = tmp_path / "run"
+    interrupted(tiny(folder), 2)
+    _, _, display = resumed(folder, "model.heads=4", "optimizer.options={eps = 1e-7}")
+    words = display.words.getvalue()
+    assert "samples.\nChanged: model.heads 2 -> 4, optimizer.options {} -> {'eps': 1e-07}\n" in words
+
+
+def test_switching_an_average_or_a_loss_scale_on_or_off_is_refused(tmp_path: Path) -> None:
+    precision = {"parameters": "float32", "autocast": "float16"}
+    interrupted(tiny(tmp_path / "run", precision=precision, average={"decay_per_update": 0.5}), 2)
+    with pytest.raises(UsageError, match=r'was "float16" and is "off": .* the checkpoints of .*run hold\.'):
+        resumed(tmp_path / "run", "precision.autocast=off")
+    with pytest.raises(UsageError, match=r"was 0\.5 and is 0\.0: .* hold an average, and .* be dropped"):
+        resumed(tmp_path / "run", "average.decay_per_update=0")
+    interrupted(tiny(tmp_path / "other", precision={"parameters": "float32"}), 2)
+    with pytest.raises(UsageError, match=r'was "off" and is "float16": .* of .*/other do not hold\.'):
+        resumed(tmp_path / "other", "precision.autocast=float16")
+
+
+def test_momentum_is_not_switched_on_in_between(tmp_path: Path) -> None:
+    interrupted(tiny(tmp_path / "run", optimizer={"name": "SGD"}), 2)
+    with pytest.raises(UsageError, match="SGD would need momentum_buffer, which no checkpoint of the run"):
+        resumed(tmp_path / "run", "optimizer.options.momentum=0.9")
+
+
+def test_a_run_that_is_being_written_is_not_resumed(tmp_path: Path) -> None:
+    """One that was only paused would go on writing beside the other."""
+    folder = tmp_path / "run"
+    config = tiny(folder)
+
+    def resume_too() -> None:
+        with pytest.raises(RecordError, match=f"is being written by process {os.getpid()} on "):
+            resumed(folder)
+
+    display = Listener(config, after=after_update(3, resume_too))
+    assert run_job(built(config), display).exit_code == 0
+    assert len(read_run(folder).records) == 4
+    assert read_run(folder).resumptions == []
+
+
+def two_refused(rank: int, _n: int, folder: str) -> str:
+    """Another program, as the lock has it, is one that has the file open beside this one."""
+    with join_world() as world, only_writer(folder) if rank == 0 else nullcontext():
+        with pytest.raises(RecordError) as caught:
+            resumed(folder, world=world)
+        return str(caught.value)
+
+
+def test_fewer_updates_than_it_has_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(tiny(folder))
+    with pytest.raises(UsageError, match=r"num_updates is 3, and .*/run is resumed after 4 updates; give"):
+        resumed(folder, "run.num_updates=3")
+    resumed(folder / "checkpoints" / "update-00000002", "run.num_updates=3")
+    assert len(read_run(folder).records) == 3
+
+
+@pytest.mark.slow
+def test_all_ranks_hear_who_writes_it(tmp_path: Path) -> None:
+    interrupted(tiny(tmp_path / "run"), 2)
+    first, second = run_ranks(two_refused, 2, str(tmp_path / "run"))
+    assert first == second
+    assert "is being written by process" in first
+
+
+def test_a_run_that_another_program_resumed_meanwhile_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    interrupted(tiny(folder), 2)
+    earlier = find_earlier(folder)
+    resumed(folder)
+    config = settings_of(earlier, [])
+    with pytest.raises(RecordError, match=r"had 2 records when this program began and has 4: another one"):
+        run_job(built(config), Listener(config), earlier=earlier)
+
+
+@contextmanager
+def without_what_it_saves(*names: str) -> Iterator[None]:
+    """Checkpoints without some of what a run adds to them."""
+    real = Checkpoints.save
+
+    def save(self: Checkpoints, window: UpdateWindow, *, more: dict[str, Any], score: float | None) -> Path:
+        fewer = {name: one for name, one in more.items() if name not in names}
+        return real(self, window, more=fewer, score=score)
+
+    with mock.patch.object(Checkpoints, "save", save):
+        yield
+
+
+def test_a_checkpoint_of_a_version_that_saved_less_is_resumed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with without_what_it_saves("data", "settings", "skipped_updates_in_a_row"):
+        interrupted(tiny(folder), 2)
+    resumed(folder, "optimizer.learning_rate=1e-3")
+    assert len(read_run(folder).records) == 4
+
+
 # Refused, with what was and what is
 
 
@@ -291,7 +409,16 @@ def own(tmp_path: Path) -> TrainConfig:
             "precision.initial_loss_scale=8",
             r"initial_loss_scale is 8\.0, and precision\.autocast = \"off\"",
         ),
-        ("average.decay_per_update=0.9", "average"),
+        ("average.decay_per_update=0.9", r"decay_per_update was 0\.0 and is 0\.9: .* hold no average, and"),
+        (
+            "optimizer.weight_decay=0",
+            r"weight_decay was 0\.1 and is 0\.0: the parameters would be in other",
+        ),
+        ("optimizer.decayed=all", "optimizer.decayed was 'matrices' and is 'all': the parameters would be"),
+        (
+            "optimizer.options={amsgrad = true}",
+            r"options was \{\} and is \{'amsgrad': True\}: AdamW would need max_exp_avg_sq, which no",
+        ),
     ],
 )
 def test_what_would_make_it_another_run_is_refused(tmp_path: Path, change: str, message: str) -> None:
@@ -322,6 +449,19 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for named in (tmp_path, tmp_path / "none", tmp_path / "checkpoints" / "update-00000002"):
         with pytest.raises(UsageError, match=re.escape(f"--resume {named}: there is no header.json in it")):
             find_earlier(named)
+
+
+def test_a_run_is_named_from_inside_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    run(tiny(folder))
+    monkeypatch.chdir(folder)
+    assert find_earlier(Path()).folder == folder
+    monkeypatch.chdir(folder / "checkpoints")
+    found = find_earlier(Path("update-00000002"))
+    assert (found.folder, found.checkpoint) == (folder, "update-00000002")
+    monkeypatch.chdir(folder)
+    with pytest.raises(UsageError, match="--resume is empty: give the folder of a run, such as runs/NAME"):
+        train_command(resume="")
 
 
 def test_another_folder_for_a_run_that_goes_on_is_refused(tmp_path: Path) -> None:

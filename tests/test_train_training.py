@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,62 @@ def test_an_evaluation_is_left_where_sigterm_gives_no_time(
     assert [e.updates_applied for e in written.evaluations] == [0]
     assert checkpoint_names(tmp_path / "run")[-1] == "update-00000002"
     goes_on_as_if_nothing_had_happened(tmp_path / "run", config, tmp_path / "beside")
+
+
+def test_a_closed_terminal_ends_a_run_like_sigterm(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run")
+    display = Listener(config, after=after_update(2, lambda: signal.raise_signal(signal.SIGHUP)))
+    found = signal.signal(signal.SIGHUP, lambda *_: None)  # else a failure here would end the test run
+    try:
+        assert run_job(built(config), display).exit_code == 129
+        assert end_of(tmp_path / "run") == ("interrupted", "stopped by SIGHUP")
+        assert checkpoint_names(tmp_path / "run")[-1] == "update-00000002"
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with stop_on_signal() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert not stop.asked, "nohup"
+    finally:
+        signal.signal(signal.SIGHUP, found)
+
+
+def test_signals_before_the_first_update_do_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(signals, "os", SimpleNamespace(getpid=lambda: 7, kill=lambda *to: sent.append(to)))
+    with stop_on_signal(on_edges=False) as stop, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with stop_on_signal(on_edges=False) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert sent == [(7, signal.SIGTERM)]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert not stop.asked
+
+
+def test_a_second_sigterm_after_the_run_has_ended_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "SIGTERM", signal.SIGUSR1)
+    config = tiny(tmp_path / "run")
+    display = Listener(config, after=after_update(2, lambda: signal.raise_signal(signal.SIGTERM)))
+    with stop_on_signal(on_edges=False) as stop:
+        result = run_job(built(config), display, stop=stop)
+        signal.raise_signal(signal.SIGTERM)
+    assert result.exit_code == 143
+
+
+def test_an_interrupt_at_once_says_how_to_resume(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run")
+
+    def twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    display = Listener(config, after=after_update(3, twice))
+    with pytest.raises(KeyboardInterrupt):
+        run_job(built(config), display)
+    assert display.words.getvalue().endswith(
+        f"Interrupted at once: what was under way is lost, and was not saved.\n"
+        f"Saved after 2 updates. To resume: wholebatch train --resume {tmp_path / 'run'}\n"
+    )
 
 
 def terminated_rank(rank: int, _n: int, tables: dict[str, Any], grace_s: float) -> int:

@@ -1,8 +1,8 @@
 """The command line: plan, train, verify, show.
 
-Exit codes everywhere: 0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 130
-interrupted, 141 the output was closed, 143 ended by SIGTERM; torchrun turns all but 0 into 1. Every
-command takes ``--json FILE`` or ``--json -``.
+Exit codes everywhere: 0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 129
+ended by SIGHUP, 130 interrupted, 141 the output was closed, 143 ended by SIGTERM; torchrun turns all but
+0 into 1. Every command takes ``--json FILE`` or ``--json -``.
 Nothing heavy is imported before a command needs it, so that ``wholebatch plan`` answers without torch.
 """
 
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after the program's name; those of the process where None.
 
     Returns:
-        0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 130 interrupted, 141 the
-        output was closed, 143 ended by SIGTERM.
+        0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 129 ended by SIGHUP, 130
+        interrupted, 141 the output was closed, 143 ended by SIGTERM.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if not words:
@@ -272,7 +272,7 @@ def train(
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; may be repeated."),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Go on with a run, or from a checkpoint in it.")
+        str | None, typer.Option(metavar="RUN", help="Go on with a run, or from a checkpoint in it.")
     ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Write the settings, each with its meaning, and end.")

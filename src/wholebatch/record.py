@@ -41,6 +41,7 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 END_FILE = "end.json"
 RESUMPTIONS_FILE = "resumptions.jsonl"
 ABANDONED_FILE = "abandoned.jsonl"
+LOCK_FILE = "writer.lock"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

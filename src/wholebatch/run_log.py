@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from wholebatch.errors import RecordError
 from wholebatch.files import sync, write_whole
@@ -14,6 +24,7 @@ from wholebatch.record import (
     END_FILE,
     EVALUATIONS_FILE,
     HEADER_FILE,
+    LOCK_FILE,
     RECORDS_FILE,
     STOPPED_BY_USER,
     EndReason,
@@ -26,6 +37,80 @@ from wholebatch.record import (
 )
 from wholebatch.run_reader import is_still_empty
 from wholebatch.run_resumption import come_back_to, not_written
+
+# What a file system answers that has no such locks.
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+
+
+@contextmanager
+def only_writer(folder: str | Path) -> Iterator[None]:
+    """Be the only program that writes a run folder, from before it is read until the run has ended.
+
+    A lock of the operating system on ``writer.lock``, which ends with its process whatever ends that; the
+    file stays. Where the system or the file system has no such locks, nothing is locked.
+
+    Args:
+        folder: of the run; made where there is none.
+
+    Raises:
+        RecordError: another process holds it, which is named; or the folder can't be written.
+    """
+    folder = Path(folder)
+    try:
+        _make_folder(folder)
+        file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise RecordError(f"run folder {folder} can't be written: {error.strerror}") from error
+    _held.add(file)
+    try:
+        _lock(file, folder)
+        yield
+    finally:
+        _held.discard(file)
+        os.close(file)
+
+
+# A lock is held as long as any process has the file open, so those that are forked, which read samples,
+# close it: they may outlive a killed run for some seconds.
+_held: set[int] = set()
+
+
+def _let_go_in_a_child() -> None:
+    for file in _held:
+        os.close(file)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_a_child)
+
+
+def _lock(file: int, folder: Path) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RecordError(
+            f"run folder {folder} is being written by {_writer(file)}; wait until it has ended, or end it. "
+            f"Two programs would lose each other's records"
+        ) from None
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return
+        raise RecordError(not_written(folder / LOCK_FILE, error)) from error
+    with contextlib.suppress(OSError):  # it tells who it is, and locks without
+        os.ftruncate(file, 0)
+        os.pwrite(file, json_text({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+
+
+def _writer(file: int) -> str:
+    """Who holds a lock, as its file tells it."""
+    try:
+        told = json.loads(os.pread(file, 1000, 0))
+        return f"process {told['process']} on {told['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
 
 
 class RunLog:

@@ -20,6 +20,7 @@ from wholebatch.record import (
     END_FILE,
     EVALUATIONS_FILE,
     HEADER_FILE,
+    LOCK_FILE,
     RECORDS_FILE,
     RESUMPTIONS_FILE,
     SCHEMA_VERSION,
@@ -151,8 +152,8 @@ def read_all(kind: type[T], path: Path) -> tuple[list[T], bool]:
 
 
 def is_still_empty(folder: Path) -> bool:
-    """Whether a folder has nothing in it, but for a header that a crash has left unfinished."""
-    return {each.name for each in folder.iterdir()} <= {f"{HEADER_FILE}{UNFINISHED}"}
+    """Whether a folder has nothing in it, but for a lock and a header that a crash has left unfinished."""
+    return {each.name for each in folder.iterdir()} <= {f"{HEADER_FILE}{UNFINISHED}", LOCK_FILE}
 
 
 def read_header(path: Path) -> RunHeader:

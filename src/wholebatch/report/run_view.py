@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -224,13 +224,14 @@ def _resumptions(resumptions: Sequence[Resumption]) -> RenderableType:
         before = "killed" if r.previous_end is None else str(r.previous_end.get("reason", "?"))
         table.add_row(r.at, f"{r.updates_attempted:,}", f"{r.abandoned_updates:,}", product, before)
         if r.changed_settings:
-            changes = ", ".join(f"{name} {_change(pair)}" for name, pair in r.changed_settings.items())
-            lines.append(Text(f"after update {r.updates_attempted:,}: {changes}"))
+            words = changes_words(r.changed_settings)
+            lines.append(Text(f"after update {r.updates_attempted:,}: {words}"))
     return Group(heading("resumed"), table, *lines)
 
 
-def _change(pair: Sequence[Any]) -> str:
-    return " -> ".join(value_words(value) for value in pair)
+def changes_words(changed: Mapping[str, Sequence[Any]]) -> str:
+    """The settings that a resumption changed, each with the value before and after it."""
+    return ", ".join(f"{name} {' -> '.join(map(value_words, pair))}" for name, pair in changed.items())
 
 
 def _checkpoints(checkpoints: Sequence[dict[str, Any]]) -> RenderableType:

@@ -21,7 +21,7 @@ def train(
     config: Path | None = None,
     *,
     changes: Sequence[str] = (),
-    resume: Path | None = None,
+    resume: Path | str | None = None,
     print_config: bool = False,
     json_target: str | None = None,
 ) -> int:
@@ -35,7 +35,7 @@ def train(
         json_target: a file or "-" for the summary of the run as JSON; None for none.
 
     Returns:
-        0 done, 1 the first batch was not equal, 130 interrupted, 143 ended by SIGTERM.
+        0 done, 1 the first batch was not equal, 129 ended by SIGHUP, 130 interrupted, 143 ended by SIGTERM.
 
     Raises:
         UsageError: settings that do not exist or do not fit; a run folder that holds a run.
@@ -51,8 +51,10 @@ def train(
             f"{config} and --resume {resume} both bring settings; a run is resumed with its own, and "
             f"--set changes them"
         )
+    elif not str(resume):
+        raise UsageError("--resume is empty: give the folder of a run, such as runs/NAME")
     else:
-        earlier = find_earlier(resume)
+        earlier = find_earlier(Path(resume))
         settings = settings_of(earlier, changes)
     if print_config:
         text_stream(json_target).write(config_text(settings))
@@ -60,9 +62,11 @@ def train(
     yield_idle_cores()
     from wholebatch.train.job import run_job, unused_folder
     from wholebatch.train.parts import build_job, check_settings
+    from wholebatch.train.signals import stop_on_signal
     from wholebatch.train.world import join_world
 
-    with join_world() as world:
+    # Around all of it, so that a second SIGTERM, to a run that is saved already, changes no exit code.
+    with stop_on_signal(on_edges=False) as stop, join_world() as world:
         # The other ranks do all that the leading one does, and show it to nobody.
         console = OutputConsole(file=text_stream(json_target) if world.leads else io.StringIO())
         if earlier is None:
@@ -76,7 +80,8 @@ def train(
             num_updates=settings.run.num_updates,
             print_every_updates=settings.run.print_every_updates,
         )
-        result = run_job(job, display, command=["wholebatch", *sys.argv[1:]], earlier=earlier)
+        command = ["wholebatch", *sys.argv[1:]]
+        result = run_job(job, display, command=command, earlier=earlier, stop=stop)
         world.on_leader(lambda: _write_summary(result.folder, result.exit_code, json_target))
         return result.exit_code
 

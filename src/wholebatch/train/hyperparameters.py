@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from wholebatch.errors import UsageError
+from wholebatch.train.optimize import make_optimizer, parameter_groups, probe_settings
 from wholebatch.train.settings import OptimizerConfig, TrainConfig
 from wholebatch.window import UpdateWindow
 
@@ -22,6 +26,47 @@ def settings_to_save(config: TrainConfig) -> dict[str, Any]:
     """The settings that the groups of a checkpoint were made with, as plain data."""
     optimizer = config.to_dict()["optimizer"]
     return {key: optimizer[key] for key in ("weight_decay", "options")}
+
+
+def refuse_other_state(module: nn.Module, then: OptimizerConfig, now: OptimizerConfig) -> None:
+    """Refuse settings with which the optimizer has other groups, or state that no checkpoint of it holds.
+
+    Args:
+        module: the model.
+        then: the section ``[optimizer]`` that the run had.
+        now: the one that it is resumed with, of the same class.
+
+    Raises:
+        UsageError: names the key and both values.
+    """
+    if _group_sizes(module, then) != _group_sizes(module, now):
+        key = "weight_decay" if then.decayed == now.decayed else "decayed"
+        raise UsageError(
+            f"optimizer.{key} was {getattr(then, key)!r} and is {getattr(now, key)!r}: the parameters "
+            f"would be in other groups than those of the checkpoint. Leave it out, or begin a new run"
+        )
+    if then.options != now.options and (new := _state_keys(now) - _state_keys(then)):
+        raise UsageError(
+            f"optimizer.options was {then.options} and is {now.options}: {now.name} would need "
+            f"{', '.join(sorted(new))}, which no checkpoint of the run holds. Leave it out, or "
+            f"begin a new run"
+        )
+
+
+def _group_sizes(module: nn.Module, settings: OptimizerConfig) -> list[int]:
+    return [len(group["params"]) for group in parameter_groups(module, settings)]
+
+
+def _state_keys(settings: OptimizerConfig) -> set[str]:
+    """What an optimizer of torch keeps of a parameter; nothing is known of a class of one's own."""
+    probed = probe_settings(settings)
+    if probed is None:
+        return set()
+    probe = nn.Parameter(torch.ones(2, 2))
+    optimizer = make_optimizer([probe], probed)
+    probe.grad = torch.ones_like(probe)
+    optimizer.step()
+    return {key for key, value in optimizer.state[probe].items() if value is not None}
 
 
 def groups_as_built(window: UpdateWindow) -> list[dict[str, Any]]:
@@ -71,6 +116,8 @@ def apply_settings(
 
 def _changed(saved: Mapping[str, Any], settings: OptimizerConfig) -> set[str]:
     """The keys of a group whose settings are others than they were."""
-    then, now = saved["options"], settings.options
+    # Settings that an older version did not save are taken for those of now.
+    then, now = saved.get("options", settings.options), settings.options
     changed = {key for key in then.keys() | now.keys() if then.get(key) != now.get(key)}
-    return changed | ({"weight_decay"} if saved["weight_decay"] != settings.weight_decay else set())
+    decay = saved.get("weight_decay", settings.weight_decay)
+    return changed | ({"weight_decay"} if decay != settings.weight_decay else set())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,22 +20,35 @@ from pathlib import Path
 from wholebatch.errors import RecordError
 from wholebatch.record import STOPPED_BY_USER
 from wholebatch.report.output import OutputClosedError
+from wholebatch.report.run_view import changes_words
 from wholebatch.report.words import number_of
 from wholebatch.resume import Checkpoints
-from wholebatch.run_log import RunLog, used_folder
+from wholebatch.run_log import RunLog, only_writer, used_folder
 from wholebatch.train import facts
 from wholebatch.train.advice import how_to_resume
 from wholebatch.train.display import Display
+from wholebatch.train.hyperparameters import refuse_other_state
 from wholebatch.train.models.export import export_model
 from wholebatch.train.parts import Job
 from wholebatch.train.proof import proof_words, prove_first_batch
-from wholebatch.train.resuming import CHECKPOINTS, Earlier, refuse_changes
+from wholebatch.train.resuming import (
+    CHECKPOINTS,
+    Earlier,
+    nothing_left,
+    refuse_changes,
+    refuse_what_moved_on,
+    settings_before,
+)
 from wholebatch.train.settings import TrainConfig
 from wholebatch.train.signals import Stop, stop_on_signal
 from wholebatch.train.training import Training
 
-DONE, NOT_EQUAL, INTERRUPTED, TERMINATED = 0, 1, 130, 143
-STOPPED_BY_SIGTERM = "stopped by SIGTERM"
+DONE, NOT_EQUAL, HUNG_UP, INTERRUPTED, TERMINATED = 0, 1, 129, 130, 143
+STOPPED = {
+    HUNG_UP: "stopped by SIGHUP",
+    INTERRUPTED: STOPPED_BY_USER,
+    TERMINATED: "stopped by SIGTERM",
+}
 MODEL_FOLDER = "model"
 
 
@@ -44,7 +57,8 @@ class JobResult:
     """What came out.
 
     Args:
-        exit_code: 0 done, 1 the first batch was not equal, 130 interrupted, 143 ended by SIGTERM.
+        exit_code: 0 done, 1 the first batch was not equal, 129 ended by SIGHUP, 130 interrupted, 143 ended
+            by SIGTERM.
         folder: where the records are; None on ranks that do not lead and where nothing was trained.
     """
 
@@ -62,7 +76,12 @@ class _Begun:
 
 
 def run_job(
-    job: Job, display: Display, *, command: Sequence[str] = (), earlier: Earlier | None = None
+    job: Job,
+    display: Display,
+    *,
+    command: Sequence[str] = (),
+    earlier: Earlier | None = None,
+    stop: Stop | None = None,
 ) -> JobResult:
     """Prove, train, record and save.
 
@@ -71,35 +90,55 @@ def run_job(
         display: shows what happens; one that shows nothing on ranks that do not lead.
         command: the words of the command line, for the header.
         earlier: the run to resume; None for a new one.
+        stop: of a ``stop_on_signal`` that goes on after the run; None for one of its own.
 
     Raises:
         CheckpointError: the run can't be saved, or its checkpoint is damaged.
-        RecordError: the run folder can't be written.
+        RecordError: the run folder can't be written, or another program is writing it.
         JudgeError: the first batch could not be judged, or too many updates in a row were skipped.
         OutputClosedError: nobody reads the display any more; the run ends as interrupted.
+        UsageError: the run that is to be resumed does not fit the settings.
     """
-    begun = (
-        _begin_new(job, display, command) if earlier is None else _resume(job, display, command, earlier)
-    )
-    if begun is None:
-        return JobResult(exit_code=NOT_EQUAL)
+    with ExitStack() as held:
+        if earlier is None:
+            begun = _begin_new(job, display, command, held)
+        else:
+            _hold(job, earlier.folder, held)
+            if _has_nothing_left(job, display, earlier):
+                return JobResult(exit_code=DONE, folder=earlier.folder if job.world.leads else None)
+            begun = _resume(job, display, command, earlier)
+        if begun is None:
+            return JobResult(exit_code=NOT_EQUAL)
+        if stop is None:
+            stop = held.enter_context(stop_on_signal())
+        stop.on_edges = True
+        return _run(job, display, begun, stop)
+
+
+def _run(job: Job, display: Display, begun: _Begun, stop: Stop) -> JobResult:
+    """Train to the end, or to the edge on which somebody asked to stop."""
     folder, training = begun.folder, begun.training
-    with _log_closed(training), stop_on_signal() as stop:
+    exit_code = DONE
+    with _log_closed(training):
         _say(job, display, begun.words)
-        finished = _train(training, stop, display, folder)
-        terminated = not finished and job.world.any(stop.terminated)
-        if finished:
+        if _train(training, stop, display, folder):
             job.world.on_leader(lambda: _export(training, folder))
             _say(job, display, f"The trained model is in {folder / MODEL_FOLDER}")
         else:
-            why = STOPPED_BY_SIGTERM if terminated else STOPPED_BY_USER
-            job.world.all_or_none(lambda: training.close_log("interrupted", why))
-    if not finished:
+            exit_code = _code_of(stop, job)
+            job.world.all_or_none(lambda: training.close_log("interrupted", STOPPED[exit_code]))
+    if exit_code != DONE:
         _say(job, display, "Interrupted between two updates; the records are complete up to there.")
         _say(job, display, job.world.on_leader(lambda: how_to_resume(folder)))
     _say(job, display, f"To look at it: wholebatch show {shlex.quote(str(folder))}")
-    exit_code = DONE if finished else TERMINATED if terminated else INTERRUPTED
     return JobResult(exit_code=exit_code, folder=folder if job.world.leads else None)
+
+
+def _code_of(stop: Stop, job: Job) -> int:
+    """The exit code of a run that somebody asked to stop, the same on every rank."""
+    if job.world.any(stop.terminated and not stop.hung_up):
+        return TERMINATED
+    return HUNG_UP if job.world.any(stop.hung_up) else INTERRUPTED
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -112,7 +151,7 @@ def run_folder(config: TrainConfig) -> Path:
 # A new run, or one that is resumed -----------------------------------------------------------------
 
 
-def _begin_new(job: Job, display: Display, command: Sequence[str]) -> _Begun | None:
+def _begin_new(job: Job, display: Display, command: Sequence[str], held: ExitStack) -> _Begun | None:
     """A run before its first update; None where the first global batch was not equal."""
     folder = job.world.on_leader(lambda: unused_folder(job.config))  # by its clock and its disk for all
     _say(job, display, facts.describe(job))
@@ -123,6 +162,7 @@ def _begin_new(job: Job, display: Display, command: Sequence[str]) -> _Begun | N
         if not proof.equal and not job.config.proof.train_if_not_equal:
             _say(job, display, "Not trained: see [proof] train_if_not_equal, or mend what is named above.")
             return None
+    _hold(job, folder, held)
     saved = job.config.checkpoints.every_updates > 0
     training = Training(job, _checkpoints(job, folder) if saved else None, display)
     training.log = _log_of_the_leader(job, lambda: RunLog(folder, facts.header(job, proof, command)))
@@ -132,7 +172,7 @@ def _begin_new(job: Job, display: Display, command: Sequence[str]) -> _Begun | N
 def _resume(job: Job, display: Display, command: Sequence[str], earlier: Earlier) -> _Begun:
     """A run as its checkpoint has it."""
     folder = earlier.folder
-    refuse_changes(earlier, job.config)
+    refuse_other_state(job.model.module, settings_before(earlier).optimizer, job.config.optimizer)
     _say(job, display, facts.describe(job))
     training = Training(job, _checkpoints(job, folder), display)
     training.evaluated_at_start = earlier.evaluated_at_start
@@ -141,7 +181,26 @@ def _resume(job: Job, display: Display, command: Sequence[str], earlier: Earlier
     told = facts.resumption(job, earlier.settings, command, updates_attempted=updates, samples=samples)
     training.log = _log_of_the_leader(job, lambda: RunLog.resume(folder, told))
     words = f"Resumed {folder} after {number_of(updates, 'update')}, {samples:,} samples."
+    if told.changed_settings:
+        words += f"\nChanged: {changes_words(told.changed_settings)}"
     return _Begun(folder=folder, training=training, words=words)
+
+
+def _hold(job: Job, folder: Path, held: ExitStack) -> None:
+    """Be the only program that writes the folder, until ``held`` is left; else all ranks end."""
+    job.world.all_or_none(lambda: held.enter_context(only_writer(folder)) if job.world.leads else None)
+
+
+def _has_nothing_left(job: Job, display: Display, earlier: Earlier) -> bool:
+    """Whether the run is done already, which is said; refuses what can't be resumed as it is now."""
+    job.world.on_leader(lambda: refuse_what_moved_on(earlier))
+    refuse_changes(earlier, job.config)
+    if not nothing_left(earlier, job.config):
+        return False
+    updates = number_of(earlier.num_records, "update")
+    words = f"{earlier.folder} has {updates} already; nothing to do. For more, --set run.num_updates=N"
+    _say(job, display, words)
+    return True
 
 
 def unused_folder(config: TrainConfig) -> Path:
@@ -187,8 +246,10 @@ def _train(training: Training, stop: Stop, display: Display, folder: Path) -> bo
             return training.run(stop)
     except OutputClosedError:
         raise
-    except Exception:
+    except (Exception, KeyboardInterrupt) as error:
         with contextlib.suppress(Exception):  # the error under way came first and says more
+            if isinstance(error, KeyboardInterrupt):
+                display.say("Interrupted at once: what was under way is lost, and was not saved.")
             display.say(how_to_resume(folder))
         raise
 

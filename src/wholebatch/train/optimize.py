@@ -110,14 +110,12 @@ def check_optimizer(settings: OptimizerConfig) -> None:
         UnsupportedError: a class whose step needs a closure.
         UsageError: no such class, an option that it does not have, or something that it refused.
     """
-    kind = optimizer_class(settings.name)
-    _checked_options(kind, settings)
-    if vars(torch.optim).get(settings.name) is not kind:
+    _checked_options(optimizer_class(settings.name), settings)
+    probed = probe_settings(settings)
+    if probed is None:
         return
-    # Whether a device can capture a step is known where its parameters are.
-    options = {key: value for key, value in settings.options.items() if key != "capturable"}
     probe = nn.Parameter(torch.ones(2, 2))
-    optimizer = make_optimizer([probe], replace(settings, options=options))
+    optimizer = make_optimizer([probe], probed)
     probe.grad = torch.ones_like(probe)
     try:
         optimizer.step()
@@ -126,6 +124,15 @@ def check_optimizer(settings: OptimizerConfig) -> None:
             f"optimizer.name = {settings.name!r} with optimizer.options = {settings.options} can't make an "
             f'update: {error}; change the options, or take another class, such as "AdamW"'
         ) from error
+
+
+def probe_settings(settings: OptimizerConfig) -> OptimizerConfig | None:
+    """Settings with which a class of torch steps on a matrix of its own; None for a class of one's own."""
+    if vars(torch.optim).get(settings.name) is None:
+        return None
+    # Whether a device can capture a step is known where its parameters are.
+    options = {key: value for key, value in settings.options.items() if key != "capturable"}
+    return replace(settings, options=options)
 
 
 def optimizer_class(name: str) -> type[Any]:

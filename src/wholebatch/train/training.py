@@ -73,16 +73,19 @@ class Training:
             found = self._checkpoints.load(self.window, more=more, which=which)
         except CheckpointError as error:
             raise with_the_command(error) from error
-        then, now = found.more["data"], data_identity(self.job)
+        # A version before this one may not have saved all of it: what it did is compared.
+        then, now = found.more.get("data", {}), data_identity(self.job)
         for name, value in now.items():
-            if then[name] != value:
+            if name in then and then[name] != value:
                 raise UsageError(
                     f"the checkpoint {found.facts.path} was made with {name} {then[name]}, and it is "
                     f"{value} now, so the run would not resume with the same global batches; give it back "
                     f"its data and settings, or begin a new run"
                 )
-        apply_settings(self.window, built, saved=found.more["settings"], settings=self.job.config.optimizer)
-        self._skipped_updates_in_a_row = found.more["skipped_updates_in_a_row"]
+        apply_settings(
+            self.window, built, saved=found.more.get("settings", {}), settings=self.job.config.optimizer
+        )
+        self._skipped_updates_in_a_row = found.more.get("skipped_updates_in_a_row", 0)
         self._score = found.facts.score
         self._loaded = True
         if which is None:

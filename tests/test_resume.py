@@ -368,6 +368,9 @@ def test_a_number_a_name_and_a_path_choose_one(tmp_path):
     assert Checkpoints("elsewhere").load(run.window, which=tmp_path / "update-00000001").samples == 12
     with pytest.raises(UsageError, match=r"'7' is no checkpoint; in .* update-00000000, update-00000001"):
         checkpoints.load(run.window, which=7)
+    for which in (1.0, True):
+        with pytest.raises(UsageError, match=f"which={which} names no checkpoint; give the number of an"):
+            checkpoints.load(run.window, which=which)
     with pytest.raises(UsageError, match=r"there is no checkpoint in elsewhere; the run has not saved one"):
         Checkpoints("elsewhere").load(run.window)
 
@@ -475,6 +478,41 @@ def test_a_scaler_that_is_missing_and_optimizers_in_another_number(tmp_path):
         Checkpoints(tmp_path).load(window)
 
 
+class AdamW(torch.optim.SGD):
+    """Of the same name as one of torch."""
+
+
+def test_optimizers_of_one_name_are_told_apart(saved, tmp_path, monkeypatch):
+    run = build(make_optimizer=AdamW)
+    words = rf"optimizer 1 was the AdamW of torch\.optim\.adamw and is that of {__name__}"
+    with pytest.raises(UsageError, match=words):
+        Checkpoints(saved).load(run.window, more={"ema": run.ema})
+    Checkpoints(tmp_path).save(run.window)
+    monkeypatch.setattr(AdamW, "__module__", "__main__")  # the same class in a script
+    Checkpoints(tmp_path).load(build(make_optimizer=AdamW).window)
+
+
+def test_tensors_without_values_are_refused_both_ways(saved, tmp_path):
+    run = build()
+    run.model.register_buffer("late", torch.zeros(2, device="meta"))
+    with pytest.raises(
+        UsageError, match=r"model\.pt\.late is on the meta device and has no values; give it"
+    ):
+        Checkpoints(tmp_path).save(run.window)
+    empty = build(wrap=lambda module: module.to("meta"))
+    with pytest.raises(
+        UsageError, match=r"'0\.weight' of the model is on the meta device .* on its device"
+    ):
+        Checkpoints(saved).load(empty.window, more={"ema": run.ema})
+
+
+def test_a_part_of_a_large_tensor_is_saved_alone(tmp_path):
+    window, large = build().window, torch.arange(1_000_000.0)
+    path = Checkpoints(tmp_path).save(window, more={"part": large[5:8]})
+    assert (path / "rest.pt").stat().st_size < 1_000_000
+    assert Checkpoints(tmp_path).load(build().window).more["part"].tolist() == [5.0, 6.0, 7.0]
+
+
 def test_what_was_saved_in_more_must_be_asked_for(saved):
     run = build()
     with pytest.raises(UsageError, match=r"it holds the state of \['ema'\]; give load the objects, more="):
@@ -572,7 +610,7 @@ def test_nothing_kept_is_refused(keep_last):
         Checkpoints("x", keep_last=keep_last)
 
 
-@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), "0.5", True])
 def test_a_score_that_can_not_be_compared_is_refused(tmp_path, score):
     with pytest.raises(UsageError, match=f"score={score!r} can't be compared"):
         Checkpoints(tmp_path).save(build().window, score=score)

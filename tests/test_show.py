@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from runs import a_record, a_resumption, an_evaluation
+from runs import a_header, a_record, a_resumption, an_evaluation
 from wholebatch.checkpoint_folder import begin_folder, finish_folder
 from wholebatch.errors import RecordError
 from wholebatch.record import Evaluation, RunHeader
@@ -337,7 +337,29 @@ def test_odd_checkpoints_do_not_keep_a_run_from_being_shown(folder: Path, manife
     a_checkpoint(folder, 7, samples=112)
     names = [each["name"] for each in run_summary(read_run(folder))["checkpoints"]]
     assert names == ["update-00000007"]
-    assert "8 attempted" in rendered(folder)
+    text = rendered(folder)
+    assert "8 attempted" in text
+    assert "checkpoint update-00000004 can't be used: its manifest.json is damaged" in text
+    assert run_summary(read_run(folder))["damaged_checkpoints"] == [
+        {"name": "update-00000004", "problem": "its manifest.json is damaged"},
+        {
+            "name": "update-00000006",
+            "problem": "its manifest.json can't be read (No such file or directory)",
+        },
+    ]
+
+
+def test_a_name_is_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one\x1b[31m", "two\x1b[0m"):
+        RunLog(tmp_path / "\x1b[2J" / name, a_header()).close("failed", "odd \x1b[1m file")
+    folders = sorted((tmp_path / "\x1b[2J").iterdir())
+    (folders[1] / "records.jsonl").write_text("no\n\n")
+    for runs in ([folders[0]], [tmp_path / "\x1b[2J"], [folders[0], folders[0]]):
+        show(runs)
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert r"\x1b[2J/one\x1b[31m" in text.replace("\n", "")
+    assert r"odd \x1b[1m file" in text
 
 
 def test_resumptions_are_told(folder: Path) -> None:

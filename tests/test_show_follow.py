@@ -179,3 +179,36 @@ def test_a_run_that_is_just_quiet_between_updates_says_nothing_of_it(folder: Pat
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(panel(read_run(folder), quiet_seconds=1.0))
     assert "nothing new" not in console.export_text()
+
+
+def test_a_folder_that_is_removed_meanwhile_ends_the_watching(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill(RunLog(folder, a_header()))
+    while_waiting(monkeypatch, lambda: folder.rename(folder.with_name("other")))
+    with pytest.raises(RecordError, match=r"no folder .*run to follow a run in; start the run first"):
+        show([folder], follow_it=True)
+    (folder.with_name("other")).rename(folder)
+    while_waiting(monkeypatch, (folder / "header.json").unlink)
+    with pytest.raises(RecordError, match=r"no run in .*run: it has no header\.json; give the folder of a"):
+        show([folder], follow_it=True)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_records_that_are_cut_short_by_no_resumption_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    log = RunLog(folder, a_header())
+    for update in (1, 2, 3):
+        log.write(a_record(update))
+
+    def cut() -> None:
+        with (folder / "records.jsonl").open("r+b") as file:
+            file.truncate(file.read().index(b"\n") + 1)
+
+    while_waiting(monkeypatch, cut, lambda: log.close("failed", "cut"))
+    console = Console(width=200, file=io.StringIO(), force_terminal=terminal, color_system=None)
+    follow(folder, console)
+    assert isinstance(console.file, io.StringIO)
+    told = "records.jsonl was cut short while it was watched, and no resumption did that: it had 3 records"
+    assert console.file.getvalue().count(f"{told} and has 1") == 1

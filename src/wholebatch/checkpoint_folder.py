@@ -191,6 +191,17 @@ def facts_in(folder: Path) -> list[CheckpointFacts]:
     return found
 
 
+def damage_in(folder: Path) -> list[tuple[Path, str]]:
+    """The checkpoints that ``facts_in`` leaves out, and why."""
+    found = []
+    for path in checkpoint_paths(folder):
+        try:
+            read_facts(path)
+        except DamageError as damage:
+            found.append((path, str(damage)))
+    return found
+
+
 def update_of(path: Path) -> int | None:
     """The update that a checkpoint's name tells; None where the folder was renamed."""
     match = _NAME.fullmatch(path.name)

@@ -48,10 +48,18 @@ class RunTail:
         self._evaluations = _LineTail(folder / EVALUATIONS_FILE, Evaluation)
         self._resumptions = _LineTail(folder / RESUMPTIONS_FILE, Resumption)
         self._run: Run | None = None
-        if not folder.is_dir():
-            raise RecordError(f"no folder {folder} to follow a run in; start the run first")
-        if not is_still_empty(folder) and not (folder / HEADER_FILE).is_file():
-            raise RecordError(f"no run in {folder}: it has no {HEADER_FILE}; give the folder of a run")
+        self._refuse_no_run()
+
+    @property
+    def cut_short(self) -> str | None:
+        """That the last call of ``poll`` found fewer records, which no resumption took out, in words."""
+        tail = self._records
+        if tail.entries_before_cut is None:
+            return None
+        return (
+            f"{tail.path} was cut short while it was watched, and no resumption did that: it had "
+            f"{tail.entries_before_cut} records and has {len(tail.entries)}"
+        )
 
     def poll(self) -> tuple[Run | None, bool]:
         """Read what is new.
@@ -61,8 +69,10 @@ class RunTail:
             new since the last call.
 
         Raises:
-            RecordError: a file that can't be read or trusted, named.
+            RecordError: a file that can't be read or trusted, named; or the folder is gone, or is no run
+                any more.
         """
+        self._refuse_no_run()
         before = self._run or self._begun()
         if before is None:
             return None, False
@@ -82,6 +92,17 @@ class RunTail:
         )
         return self._run, True
 
+    def _refuse_no_run(self) -> None:
+        try:
+            begun = self._run is not None or not is_still_empty(self.folder)
+            there = self.folder.is_dir()
+        except OSError:
+            begun = there = False
+        if not there:
+            raise RecordError(f"no folder {self.folder} to follow a run in; start the run first")
+        if begun and not (self.folder / HEADER_FILE).is_file():
+            raise RecordError(f"no run in {self.folder}: it has no {HEADER_FILE}; give the folder of a run")
+
     def _begun(self) -> Run | None:
         path = self.folder / HEADER_FILE
         if not path.is_file():  # about to be written
@@ -99,13 +120,16 @@ class RunTail:
 class _LineTail(Generic[T]):
     """The complete lines of one file so far.
 
-    ``new_from`` is the index of the first entry that the last call of ``read`` brought.
+    ``new_from`` is the index of the first entry that the last call of ``read`` brought, and
+    ``entries_before_cut`` how many there were where it found the same file shorter; a resumption makes
+    another file.
     """
 
     def __init__(self, path: Path, kind: type[T]) -> None:
         self.path = path
         self.entries: list[T] = []
         self.new_from = 0
+        self.entries_before_cut: int | None = None
         self._kind: type[T] = kind
         self._identity: tuple[int, int] | None = None
         self._offset = 0
@@ -113,13 +137,16 @@ class _LineTail(Generic[T]):
     def read(self) -> bool:
         """Read the lines added since the last call, or all where the file is another; say if any was."""
         self.new_from = len(self.entries)
+        self.entries_before_cut = None
         if not self.path.is_file():
             return False
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                another = (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset
+                same = (status.st_dev, status.st_ino) == self._identity
+                another = not same or status.st_size < self._offset
                 if another:
+                    self.entries_before_cut = len(self.entries) if same else None
                     self.entries, self.new_from, self._offset = [], 0, 0
                     self._identity = status.st_dev, status.st_ino
                 file.seek(self._offset)

@@ -13,7 +13,7 @@ from wholebatch.report.compare import CURVE_COLUMNS, Comparison, Difference, Eva
 from wholebatch.report.curves import MARKS, two_curves
 from wholebatch.report.run_view import columns, heading, number, pairs, value_words
 from wholebatch.report.summary import run_summary
-from wholebatch.report.words import number_of
+from wholebatch.report.words import number_of, printable
 
 CURVE_LINES = 12
 KIND_WORDS: dict[Kind, str] = {
@@ -51,7 +51,7 @@ def render_comparison(comparison: Comparison) -> RenderableType:
 def _names(comparison: Comparison) -> Table:
     table = pairs()
     for name, run, mark in zip("AB", (comparison.first, comparison.second), MARKS, strict=False):
-        table.add_row(f"{name} ({mark})", Text(str(run.folder)))
+        table.add_row(f"{name} ({mark})", Text(printable(run.folder)))
         end = "did not end, or is still going" if run.end is None else run.end.reason
         times = number_of(len(run.resumptions), "time")
         resumed = f"; resumed {times}" if run.resumptions else ""

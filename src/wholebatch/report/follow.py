@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic, sleep
+from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,7 +15,7 @@ from wholebatch.record import UpdateRecord
 from wholebatch.report.curves import loss_curve, padding_line
 from wholebatch.report.run_view import CURVE_COLUMNS, heading, ledger_line, number, recent_table, title
 from wholebatch.report.summary import LAST_UPDATES_SHOWN
-from wholebatch.report.words import evaluation_words, number_of, skip_words
+from wholebatch.report.words import evaluation_words, number_of, printable, skip_words
 from wholebatch.run_reader import Run, read_run
 from wholebatch.run_tail import RunTail
 
@@ -40,36 +41,46 @@ def follow(folder: Path, console: Console) -> Run:
     Raises:
         RecordError: no such folder, no run in it, or one that can't be read.
     """
-    runs = _growing(RunTail(folder))
+    looks = _growing(RunTail(folder))
     if console.is_terminal:
-        _show_panel(folder, runs, console)
+        _show_panel(folder, looks, console)
     else:
-        _print_lines(folder, runs, console)
+        _print_lines(folder, looks, console)
     return read_run(folder)
 
 
-def _growing(tail: RunTail) -> Iterator[tuple[Run | None, float]]:
-    """Yield the run again and again until it has ended, and for how many seconds nothing was new."""
+class _Look(NamedTuple):
+    """The run as it was seen, for how many seconds nothing was new, and what no run does, in words."""
+
+    run: Run | None
+    quiet_seconds: float
+    cut_short: str | None
+
+
+def _growing(tail: RunTail) -> Iterator[_Look]:
+    """Look at the run again and again until it has ended."""
     last_change = monotonic()
     while True:
         run, changed = tail.poll()
         if changed:
             last_change = monotonic()
-        yield run, monotonic() - last_change
+        yield _Look(run, monotonic() - last_change, tail.cut_short)
         if run is not None and run.end is not None:
             return
         sleep(POLL_S)
 
 
-def _show_panel(folder: Path, runs: Iterator[tuple[Run | None, float]], console: Console) -> None:
+def _show_panel(folder: Path, looks: Iterator[_Look], console: Console) -> None:
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        for run, quiet_seconds in runs:
+        for run, quiet_seconds, cut_short in looks:
+            if cut_short is not None:
+                live.console.print(Text(printable(cut_short), style="yellow"), soft_wrap=True)
             live.update(waiting(folder) if run is None else panel(run, quiet_seconds), refresh=True)
 
 
 def waiting(folder: Path) -> Text:
     """What is said before a run has begun."""
-    return Text(f"waiting for a run in {folder}", style="yellow")
+    return Text(f"waiting for a run in {printable(folder)}", style="yellow")
 
 
 def panel(run: Run, quiet_seconds: float) -> RenderableType:
@@ -106,7 +117,7 @@ def _pace(run: Run, quiet_seconds: float) -> Text:
     )
 
 
-def _print_lines(folder: Path, runs: Iterator[tuple[Run | None, float]], console: Console) -> None:
+def _print_lines(folder: Path, looks: Iterator[_Look], console: Console) -> None:
     """A line for each new update and evaluation; of those before the watching began, the last few."""
 
     def say(words: Text | str) -> None:
@@ -114,7 +125,9 @@ def _print_lines(folder: Path, runs: Iterator[tuple[Run | None, float]], console
 
     before: Run | None = None
     told_to_wait = False
-    for run, _ in runs:
+    for run, _, cut_short in looks:
+        if cut_short is not None:
+            say(printable(cut_short))
         if run is None and not told_to_wait:
             told_to_wait = True
             say(waiting(folder))
@@ -132,7 +145,7 @@ def news(before: Run | None, run: Run) -> list[str]:
         run: as it is.
     """
     if before is None:
-        lines = [f"{run.folder}: {ledger_line(run.header)}"]
+        lines = [f"{printable(run.folder)}: {ledger_line(run.header)}"]
         updates, evaluations = max(0, len(run.records) - LAST_UPDATES_SHOWN), len(run.evaluations)
     else:
         lines, updates, evaluations = [], len(before.records), len(before.evaluations)

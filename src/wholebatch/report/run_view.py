@@ -12,7 +12,7 @@ from rich.text import Text
 from wholebatch.record import Resumption, RunHeader, UpdateRecord
 from wholebatch.report.curves import loss_curve, padding_line
 from wholebatch.report.summary import LAST_UPDATES_SHOWN, run_summary
-from wholebatch.report.words import number_of, skip_words
+from wholebatch.report.words import number_of, printable, skip_words
 from wholebatch.run_reader import Run
 
 CURVE_COLUMNS, CURVE_LINES = 64, 6
@@ -30,6 +30,9 @@ def render_run(run: Run) -> RenderableType:
         parts += ["", _resumptions(run.resumptions)]
     if facts["checkpoints"]:
         parts += ["", _checkpoints(facts["checkpoints"])]
+    for each in facts["damaged_checkpoints"]:
+        words = f"checkpoint {each['name']} can't be used: {each['problem']}"
+        parts.append(Text(words, style="yellow"))
     if run.evaluations:
         parts += ["", _evaluations(run)]
     if run.records:
@@ -50,7 +53,7 @@ def ledger_line(header: RunHeader | Resumption) -> str:
 
 def title(run: Run) -> Text:
     """The folder, and when the run began and ended."""
-    text = Text.assemble((str(run.folder), "bold"), f"\nbegan {run.header.started_at}")
+    text = Text.assemble((printable(run.folder), "bold"), f"\nbegan {run.header.started_at}")
     if run.end is None:
         text.append(", did not end, or is still going", style="yellow")
     else:
@@ -60,7 +63,7 @@ def title(run: Run) -> Text:
         times = number_of(len(run.resumptions), "time")
         text.append(f"\nresumed {times}, last {run.resumptions[-1].at}")
     if run.end is not None and run.end.message:
-        text.append(f"\n{run.end.message}", style="red")
+        text.append("\n" + "\n".join(map(printable, run.end.message.splitlines())), style="red")
     return text
 
 
@@ -201,7 +204,7 @@ def value_words(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else printable(value)
 
 
 def number(value: float | None) -> str:

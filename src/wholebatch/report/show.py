@@ -17,7 +17,7 @@ from wholebatch.report.follow import follow
 from wholebatch.report.output import OutputConsole, text_stream, write_json
 from wholebatch.report.run_view import number, render_run
 from wholebatch.report.summary import SCHEMA_VERSION, run_summary
-from wholebatch.report.words import number_of
+from wholebatch.report.words import number_of, printable
 from wholebatch.run_reader import read_run
 
 
@@ -81,10 +81,10 @@ def _show_list(
     folder: Path, folders: Sequence[Path], console: OutputConsole, json_target: str | None
 ) -> None:
     rows = [_list_entry(each) for each in folders]
-    console.print(Text(f"{folder}: {number_of(len(rows), 'run')}"), _runs_table(rows), sep="\n")
+    console.print(Text(f"{printable(folder)}: {number_of(len(rows), 'run')}"), _runs_table(rows), sep="\n")
     for row in rows:
         if "problem" in row:
-            console.print(Text(row["problem"], style="red"), soft_wrap=True)
+            console.print(Text(printable(row["problem"]), style="red"), soft_wrap=True)
     write_json({"schema_version": SCHEMA_VERSION, "folder": str(folder), "runs": rows}, json_target)
 
 
@@ -112,7 +112,7 @@ def _runs_table(rows: Sequence[dict[str, Any]]) -> Table:
     table.columns[0].overflow = "fold"
     table.columns[1].no_wrap = True
     for row in rows:
-        run = Text(Path(row["folder"]).name)
+        run = Text(printable(Path(row["folder"]).name))
         if "problem" in row:
             table.add_row(run, "can't be read")
             continue

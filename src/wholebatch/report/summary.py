@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wholebatch.checkpoint_folder import facts_in
+from wholebatch.checkpoint_folder import damage_in, facts_in
 from wholebatch.record import UpdateRecord, padding_share
 from wholebatch.run_reader import Run
 
@@ -47,6 +47,7 @@ def run_summary(run: Run) -> dict[str, Any]:
         "evaluations": [e.to_dict() for e in run.evaluations],
         "last_records": [r.to_dict() for r in run.records[-LAST_UPDATES_SHOWN:]],
         "checkpoints": found_checkpoints(run.folder),
+        "damaged_checkpoints": damaged_checkpoints(run.folder),
         "resumptions": [each.to_dict() for each in run.resumptions],
         "end": run.end.to_dict() if run.end else None,
         "torn_line": run.torn_line,
@@ -57,8 +58,8 @@ def run_summary(run: Run) -> dict[str, Any]:
 def found_checkpoints(folder: Path) -> list[dict[str, Any]]:
     """The checkpoints in a run's folder by update, as their manifests tell of them.
 
-    Whether the files of one are whole is found out when it is loaded; one without a manifest that can be
-    trusted is no checkpoint and is left out.
+    Whether the files of one are whole is found out when it is loaded; one whose manifest can't be trusted
+    is left to ``damaged_checkpoints``.
 
     Args:
         folder: of the run.
@@ -77,6 +78,12 @@ def found_checkpoints(folder: Path) -> list[dict[str, Any]]:
         }
         for facts in facts_in(folder / CHECKPOINTS_FOLDER)
     ]
+
+
+def damaged_checkpoints(folder: Path) -> list[dict[str, str]]:
+    """The checkpoints in a run's folder whose manifest can't be trusted, with ``name`` and ``problem``."""
+    found = damage_in(folder / CHECKPOINTS_FOLDER)
+    return [{"name": path.name, "problem": problem} for path, problem in found]
 
 
 def _peak_memory(records: Sequence[UpdateRecord]) -> int | None:

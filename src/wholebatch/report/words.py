@@ -13,6 +13,11 @@ def number_of(number: int, one: str, more: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else more or one + 's'}"
 
 
+def printable(text: object) -> str:
+    """A name or a path without what a terminal would obey: ESC, say, becomes ``\\x1b``."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(text))
+
+
 def skip_words(record: UpdateRecord) -> str:
     """Write a skipped update in one line."""
     return f"update {record.updates_attempted} was skipped: {record.reason}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
@@ -259,6 +260,10 @@ class Checkpoints:
             if not paths:
                 raise UsageError(f"there is no checkpoint in {self.folder}; the run has not saved one yet")
             return paths[-1]
+        if isinstance(which, bool) or not isinstance(which, int | str | os.PathLike):
+            raise UsageError(
+                f"which={which!r} names no checkpoint; give the number of an update, a name or a path"
+            )
         if isinstance(which, int):
             wanted = [path for path in paths if disk.update_of(path) == which]
         else:
@@ -331,7 +336,7 @@ def _layout_of(parts: TrainingParts, together: Together) -> dict[str, int | None
 
 
 def _take_on_edge(parts: TrainingParts, score: float | None) -> Contents:
-    if score is not None and not math.isfinite(score):
+    if score is not None and (isinstance(score, str | bytes | bool) or not math.isfinite(score)):
         raise UsageError(f"score={score!r} can't be compared; give a finite number, or leave it out")
     _refuse_gradients(parts)
     return take(parts)

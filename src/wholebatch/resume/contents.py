@@ -25,6 +25,9 @@ from wholebatch.record import Counters
 
 # The key of a placeholder; its value is the name under which the tensor was written apart.
 APART = "wholebatch.apart"
+# What the modules begin with that ``targets`` makes of a file; the rest of the name tells where it lies.
+MODULE_OF_A_FILE = "wholebatch_"
+_META = "is on the meta device and has no values"
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -84,8 +87,9 @@ def take(parts: TrainingParts) -> Contents:
 
     Raises:
         UnsupportedError: something that is neither tensor nor plain data.
+        UsageError: a tensor without values, on the meta device.
 
-    Exactness: the tensors themselves, not copies.
+    Exactness: the tensors themselves, copied only where they are part of a larger storage.
     """
     apart: dict[str, Tensor] = {}
     model = unwrapped(parts.model)
@@ -96,6 +100,7 @@ def take(parts: TrainingParts) -> Contents:
             "optimizers": [
                 {
                     "class": type(one).__name__,
+                    "module": type(one).__module__,
                     "parameters": _parameters_of(one, model),
                     "state": one.state_dict(),
                 }
@@ -119,13 +124,15 @@ def take(parts: TrainingParts) -> Contents:
 
 def _plain(value: Any, where: str, apart: dict[str, Tensor]) -> Any:
     """``value`` with placeholders for tensors in parts; refuses what could not be read back safely."""
+    if isinstance(value, Tensor) and value.is_meta:
+        raise UsageError(f"{where} {_META}; give it its values before the run is saved")
     if isinstance(value, DTensor):
         apart[where] = value
         return {APART: where, "shape": list(value.shape), "dtype": value.dtype}
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter):
             raise UnsupportedError(_not_plain(where, value))
-        return value
+        return _without_the_rest(value)
     if type(value) in _PLAIN:
         return value
     if type(value) in (dict, OrderedDict, Counter):
@@ -140,6 +147,13 @@ def _plain(value: Any, where: str, apart: dict[str, Tensor]) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)([_plain(one, f"{where}.{index}", apart) for index, one in enumerate(value)])
     raise UnsupportedError(_not_plain(where, value))
+
+
+def _without_the_rest(value: Tensor) -> Tensor:
+    """A tensor that is part of a larger storage, apart from it: torch saves the storage as a whole."""
+    if value.layout != torch.strided or value.untyped_storage().nbytes() <= value.nbytes:
+        return value
+    return value.detach().clone()
 
 
 def _not_plain(where: str, value: Any) -> str:
@@ -183,8 +197,9 @@ def refuse_misfit(parts: TrainingParts, saved: Mapping[str, Any]) -> None:
         now = f"{type(schedule.scheduler).__name__} by the {schedule.unit}"
         _refuse(None if then == now else f"the schedule was a {then} and is a {now}")
     if (steps["scaler"] is None) != (parts.scaler is None):
-        with_one = "was saved with a GradScaler and none is here"
-        _refuse(with_one if parts.scaler is None else "was saved without a GradScaler and one is here")
+        with_one = "the run was saved with a GradScaler and none is here"
+        without = "the run was saved without a GradScaler and one is here"
+        _refuse(with_one if parts.scaler is None else without)
     if list(rest["terms"]) != list(parts.terms):
         _refuse(f"the terms of the objective were {rest['terms']} and are {list(parts.terms)}")
     for name, one in parts.objects.items():
@@ -218,14 +233,16 @@ def _tensor_misfit(saved: Mapping[str, Any], now: Mapping[str, Any], what: str) 
         if name not in saved or name not in now:
             return f"{name!r} of {what} is {'here' if name in now else 'in the checkpoint'} only"
         then, here = saved[name], now[name]
+        if isinstance(here, Tensor) and here.is_meta:
+            return f"{name!r} of {what} {_META} to be put back into; make the run on its device first"
         if isinstance(here, Tensor) and (difference := _difference(_described(then), _described(here))):
             return f"{name!r} of {what} {difference}"
     return None
 
 
 def _optimizer_misfit(given: Any, optimizer: Optimizer, model: nn.Module, what: str) -> str | None:
-    if given["class"] != type(optimizer).__name__:
-        return f"{what} was a {given['class']} and is a {type(optimizer).__name__}"
+    if (words := _class_misfit(given, optimizer)) is not None:
+        return f"{what} {words}"
     saved, now = given["parameters"], _parameters_of(optimizer, model)
     if [len(group) for group in saved] != [len(group) for group in now]:
         return (
@@ -242,6 +259,16 @@ def _optimizer_misfit(given: Any, optimizer: Optimizer, model: nn.Module, what: 
         if difference := _difference(then, here):
             return f"parameter {number} of {what} ({then['name']}) {difference}"
     return None
+
+
+def _class_misfit(given: Any, optimizer: Optimizer) -> str | None:
+    """Another class, by name and module; that of a script, or of a file that may move, is not compared."""
+    name, module = type(optimizer).__name__, type(optimizer).__module__
+    if given["class"] != name:
+        return f"was a {given['class']} and is a {name}"
+    then = given.get("module", module)  # not saved by the first versions
+    by_file = any(each == "__main__" or each.startswith(MODULE_OF_A_FILE) for each in (then, module))
+    return None if then == module or by_file else f"was the {name} of {then} and is that of {module}"
 
 
 def _described(value: Any) -> dict[str, Any]:

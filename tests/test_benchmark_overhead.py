@@ -467,7 +467,7 @@ def test_an_error_on_the_trainers_thread_ends_the_turn(tmp_path):
         "    print(error)\n"
         "try:\n"
         "    one.run(broken, nullcontext())\n"
-        "except IndexError as error:\n"
+        "except ValueError as error:\n"
         "    print('raised here')\n"
     )
     code = f"import sys, runpy; sys.path.insert(0, {str(SCRIPT.parent)!r}); runpy.run_path({str(file)!r})"

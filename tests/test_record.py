@@ -31,7 +31,7 @@ from wholebatch.record import (
     UpdateRecord,
     finite,
     package_versions,
-    padding_share,
+    unsupervised_share,
 )
 from wholebatch.run_log import RunLog, only_writer, used_folder
 from wholebatch.run_reader import read_run
@@ -477,15 +477,15 @@ def test_counters_are_saved_and_loaded() -> None:
     assert copy == counters
 
 
-def test_padding_share() -> None:
-    assert a_record(items=900, positions=1200).padding_share == 0.25
-    assert a_record(positions=0).padding_share is None, "nobody told the positions"
-    assert a_record(items=1201, positions=1200).padding_share is None, (
+def test_unsupervised_share() -> None:
+    assert a_record(items=900, positions=1200).unsupervised_share == 0.25
+    assert a_record(positions=0).unsupervised_share is None, "nobody told the positions"
+    assert a_record(items=1201, positions=1200).unsupervised_share is None, (
         "a sum of weights, not a share below 0"
     )
-    assert padding_share(1200, 1200) == 0.0
-    assert padding_share(0, 1200) == 1.0
-    assert padding_share(0, 0) is None
+    assert unsupervised_share(1200, 1200) == 0.0
+    assert unsupervised_share(0, 1200) == 1.0
+    assert unsupervised_share(0, 0) is None
 
 
 def test_names_say_what_is_counted() -> None:

@@ -17,7 +17,7 @@ from runs import a_header, a_record, a_resumption, an_evaluation
 from wholebatch.checkpoint_folder import begin_folder, finish_folder
 from wholebatch.errors import RecordError
 from wholebatch.record import Evaluation, RunHeader
-from wholebatch.report.curves import BARS, loss_curve, padding_line, sparkline
+from wholebatch.report.curves import BARS, loss_curve, sparkline, unsupervised_line
 from wholebatch.report.run_view import ledger_line, render_run
 from wholebatch.report.show import show
 from wholebatch.report.summary import run_summary
@@ -79,7 +79,7 @@ def test_the_facts_are_there(folder: Path) -> None:
     assert line_with(text, "updates ") == ("updates 8 attempted, 7 applied; not finite 1, empty 0")
     assert line_with(text, "samples ") == "samples 117 in 32 micro-batches"
     assert line_with(text, "items ") == "items 6,400 in 8,550 positions"
-    assert line_with(text, "padding ") == "padding 25.1% of positions"
+    assert line_with(text, "unsupervised ") == "unsupervised 25.1% of positions"
     assert line_with(text, "reductions") == "reductions 8 of gradients, by one rank"
     assert line_with(text, "seconds ") == "seconds 4.0; 1,600 items/s"
     assert line_with(text, "memory") == "memory 1,000 MiB at the peak of a rank"
@@ -110,7 +110,7 @@ def test_no_padding_is_told_that_is_not_known(folder: Path, changes: dict[str, i
         file.write(json.dumps(a_record(9, **changes).to_dict()) + "\n")
     assert line_with(rendered(folder), "items ") == line
     summary = run_summary(read_run(folder))
-    assert summary["padding_share"] is None
+    assert summary["unsupervised_share"] is None
     assert summary["positions"] == (9750 if "items" in changes else 0)
 
 
@@ -159,7 +159,9 @@ def test_a_run_without_updates(tmp_path: Path, folder: Path) -> None:
     assert "0 attempted" in text
     assert "loss per item first -, last -, lowest -" in " ".join(text.split())
     summary = run_summary(read_run(tmp_path / "new"))
-    assert summary["padding_share"] is summary["items_per_second"] is summary["peak_memory_bytes"] is None
+    assert (
+        summary["unsupervised_share"] is summary["items_per_second"] is summary["peak_memory_bytes"] is None
+    )
 
 
 def test_the_json_has_what_it_promises(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +173,7 @@ def test_the_json_has_what_it_promises(folder: Path, capsys: pytest.CaptureFixtu
     assert data["counters"]["updates_applied"] == 7
     assert data["counters"]["items"] == 6400
     assert data["positions"] == 8550
-    assert data["padding_share"] == pytest.approx(1 - 6400 / 8550)
+    assert data["unsupervised_share"] == pytest.approx(1 - 6400 / 8550)
     assert data["loss_per_item"] == {"first": 5.5, "last": 2.0, "lowest": 2.0}
     assert data["header"]["layout"]["ranks"] == 2
     assert data["evaluations"][0]["loss_per_item"] == 2.3456
@@ -268,32 +270,34 @@ def test_sparkline() -> None:
     assert sparkline([None]) == ""
 
 
-def test_the_padding_of_a_column_is_that_of_its_items_and_positions() -> None:
+def test_the_unsupervised_of_a_column_is_that_of_its_items_and_positions() -> None:
     """Items 10 of 20 and 90 of 100 positions leave 20 of 120 unused, where the mean would be 30%."""
     group = [a_record(1, items=10, positions=20), a_record(2, items=90, positions=100)]
-    assert padding_line(group, width=1) == ("16.7%", "▁")
-    assert padding_line(group, width=2) == ("10.0% to 50.0%", "█▁")
+    assert unsupervised_line(group, width=1) == ("16.7%", "▁")
+    assert unsupervised_line(group, width=2) == ("10.0% to 50.0%", "█▁")
     unknown = a_record(3, items=5, positions=0)
-    assert padding_line([*group, unknown], width=3) == ("10.0% to 50.0%", "█▁ ")
-    assert padding_line([unknown], width=3) is None
-    assert padding_line([], width=3) is None
+    assert unsupervised_line([*group, unknown], width=3) == ("10.0% to 50.0%", "█▁ ")
+    assert unsupervised_line([unknown], width=3) is None
+    assert unsupervised_line([], width=3) is None
 
 
-def test_padding_is_drawn_under_the_loss(folder: Path) -> None:
+def test_the_unsupervised_share_is_drawn_under_the_loss(folder: Path) -> None:
     lines = rendered(folder).splitlines()
-    (at,) = [number for number, line in enumerate(lines) if line.startswith("padding share, by update")]
-    assert lines[at].rstrip() == "padding share, by update: 25.0% to 33.3%"
+    (at,) = [
+        number for number, line in enumerate(lines) if line.startswith("unsupervised share, by update")
+    ]
+    assert lines[at].rstrip() == "unsupervised share, by update: 25.0% to 33.3%"
     assert lines[at + 1].rstrip() == "      │▁▁▁▁▁▁▁█"
     assert lines[at - 2].startswith("2.000 │"), "the columns of both stand under each other"
 
 
-def test_no_padding_line_without_positions(tmp_path: Path, folder: Path) -> None:
+def test_no_unsupervised_line_without_positions(tmp_path: Path, folder: Path) -> None:
     with RunLog(tmp_path / "new", read_run(folder).header) as log:
         for update in (1, 2):
             log.write(a_record(update, positions=0))
     text = rendered(tmp_path / "new")
-    assert "padding share" not in text
-    assert line_with(text, "padding ") == "padding -"
+    assert "unsupervised share" not in text
+    assert line_with(text, "unsupervised ") == "unsupervised -"
 
 
 def a_checkpoint(folder: Path, updates: int, *, samples: int, score: float | None = None) -> Path:

@@ -51,7 +51,7 @@ def test_a_figure_is_the_update_s_own_and_the_pace_is_that_of_several(clock: Clo
     assert progress.facts() == {
         "loss per item": "3.0000",
         "items/s": "2",
-        "padding": "40%",
+        "unsupervised": "40%",
         "norm": "1.25",
         "left": "0:16",
     }
@@ -74,7 +74,7 @@ def test_nothing_to_say_yet_or_no_figures() -> None:
     assert progress.updates_attempted == 0
     progress.add(a_record(1, loss_per_item=None, gradient_norm=None, positions=0, items=0))
     facts = progress.facts()
-    assert (facts["loss per item"], facts["norm"], facts["padding"]) == ("-", "-", "-")
+    assert (facts["loss per item"], facts["norm"], facts["unsupervised"]) == ("-", "-", "-")
 
 
 def plain(num_updates: int, every: int) -> tuple[PlainDisplay, io.StringIO]:
@@ -92,7 +92,7 @@ def test_plain_lines_come_at_the_interval_and_stay_whole() -> None:
             display.updated(a_record(update))
     lines = words.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/7", "3/7", "6/7", "7/7"]
-    assert all("loss per item 2.5000" in line and "padding 25%" in line for line in lines)
+    assert all("loss per item 2.5000" in line and "unsupervised 25%" in line for line in lines)
 
 
 def test_a_skip_is_always_said() -> None:
@@ -127,7 +127,7 @@ def test_the_panel_shows_the_figures_and_leaves_evaluations_above() -> None:
     shown.print(display.panel())
     panel = shown.export_text()
     assert "update 2/4" in panel
-    for name in ("loss per item", "items/s", "padding", "norm", "left"):
+    for name in ("loss per item", "items/s", "unsupervised", "norm", "left"):
         assert name in panel
     assert "2.0000" in panel
     assert "█▁" in panel

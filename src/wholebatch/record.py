@@ -102,9 +102,9 @@ class UpdateRecord:
             raise RecordError(f"outcome {self.outcome!r} is not one of {', '.join(OUTCOMES)}")
 
     @property
-    def padding_share(self) -> float | None:
-        """See the function ``padding_share``."""
-        return padding_share(self.items, self.positions)
+    def unsupervised_share(self) -> float | None:
+        """See the function ``unsupervised_share``."""
+        return unsupervised_share(self.items, self.positions)
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-ready data with its schema version; NaN and infinity are None."""
@@ -298,7 +298,7 @@ class Counters:
             setattr(self, name, total)
 
 
-def padding_share(items: int | float, positions: int) -> float | None:
+def unsupervised_share(items: int | float, positions: int) -> float | None:
     """``1 - items / positions``: the share of positions that supervised nothing.
 
     Args:

@@ -143,11 +143,11 @@ def _totals(comparison: Comparison) -> Table:
     for name, key, form in (
         ("seconds in updates", "seconds", ",.1f"),
         ("items/s", "items_per_second", ",.0f"),
-        ("padding share", "padding_share", ".1%"),
+        ("unsupervised share", "unsupervised_share", ".1%"),
     ):
         a, b = (f[key] for f in facts)
         texts = ("-" if value is None else f"{value:{form}}" for value in (a, b))
-        table.add_row(name, *texts, "" if key == "padding_share" else _quotient(a, b))
+        table.add_row(name, *texts, "" if key == "unsupervised_share" else _quotient(a, b))
     for word in ("last", "lowest"):
         table.add_row(f"{word} loss per item", *(number(f["loss_per_item"][word]) for f in facts), "")
     return table

@@ -1,11 +1,11 @@
-"""Curves of a run in characters: its loss and its padding by update, two runs on one axis."""
+"""Curves of a run in characters: its loss and its unsupervised share by update, two runs on one axis."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from wholebatch.record import UpdateRecord, padding_share
+from wholebatch.record import UpdateRecord, unsupervised_share
 
 BARS = "▁▂▃▄▅▆▇█"
 # Of the first curve, of the second, and of a place where both are.
@@ -44,8 +44,8 @@ def loss_curve(records: Sequence[UpdateRecord], *, width: int, height: int) -> l
     return [*lines, f"{'':>{label_width}}  {first}{last:>{gap}}"]
 
 
-def padding_line(records: Sequence[UpdateRecord], *, width: int) -> tuple[str, str] | None:
-    """The padding share over the updates, in one line; ``1 - items / positions`` of each column.
+def unsupervised_line(records: Sequence[UpdateRecord], *, width: int) -> tuple[str, str] | None:
+    """The unsupervised share over the updates, in one line; ``1 - items / positions`` of each column.
 
     Args:
         records: the updates, in order.
@@ -54,7 +54,7 @@ def padding_line(records: Sequence[UpdateRecord], *, width: int) -> tuple[str, s
     Returns:
         What the line goes from and to, in words, and the line; None where no share is known.
     """
-    columns = _by_column(records, width, padding_of)
+    columns = _by_column(records, width, unsupervised_of)
     known = [share for share in columns if share is not None]
     if not known:
         return None
@@ -79,11 +79,11 @@ def loss_of(group: Sequence[UpdateRecord]) -> float | None:
     return sum(loss * (n / items) for loss, n in known) if items else None
 
 
-def padding_of(group: Sequence[UpdateRecord]) -> float | None:
-    """The padding share of some updates together; None where that of one is not known."""
+def unsupervised_of(group: Sequence[UpdateRecord]) -> float | None:
+    """The unsupervised share of some updates together; None where that of one is not known."""
     if not all(r.positions for r in group if r.items):
         return None
-    return padding_share(sum(r.items for r in group), sum(r.positions for r in group))
+    return unsupervised_share(sum(r.items for r in group), sum(r.positions for r in group))
 
 
 def points_of(

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from wholebatch.record import UpdateRecord
-from wholebatch.report.curves import loss_curve, padding_line
+from wholebatch.report.curves import loss_curve, unsupervised_line
 from wholebatch.report.run_view import CURVE_COLUMNS, heading, ledger_line, number, recent_table, title
 from wholebatch.report.summary import LAST_UPDATES_SHOWN
 from wholebatch.report.words import evaluation_words, number_of, printable, skip_words
@@ -95,8 +95,8 @@ def panel(run: Run, quiet_seconds: float) -> RenderableType:
     if lines:
         parts += ["", heading("loss per item, by update")]
         parts += [Text(line, no_wrap=True, overflow="crop") for line in lines]
-    if padding := padding_line(run.records[-CURVE_COLUMNS:], width=CURVE_COLUMNS):
-        parts.append(Text(f"padding share of the last updates: {padding[0]}"))
+    if unsupervised := unsupervised_line(run.records[-CURVE_COLUMNS:], width=CURVE_COLUMNS):
+        parts.append(Text(f"unsupervised share of the last updates: {unsupervised[0]}"))
     if run.evaluations:
         parts.append(Text(evaluation_words(run.evaluations[-1])))
     if run.records:

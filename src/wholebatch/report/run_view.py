@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wholebatch.record import Resumption, RunHeader, UpdateRecord
-from wholebatch.report.curves import loss_curve, padding_line
+from wholebatch.report.curves import loss_curve, unsupervised_line
 from wholebatch.report.summary import LAST_UPDATES_SHOWN, run_summary
 from wholebatch.report.words import number_of, printable, skip_words
 from wholebatch.run_reader import Run
@@ -81,16 +81,16 @@ def warnings_of(run: Run) -> list[RenderableType]:
 
 
 def curves(records: Sequence[UpdateRecord]) -> list[RenderableType]:
-    """The loss, and the padding share beneath it, over the updates."""
+    """The loss, and the unsupervised share beneath it, over the updates."""
     parts: list[RenderableType] = []
     if lines := loss_curve(records, width=CURVE_COLUMNS, height=CURVE_LINES):
         parts += ["", heading("loss per item, by update"), *map(_line, lines)]
-    padding = padding_line(records, width=CURVE_COLUMNS)
-    if padding and len(records) > 1:
+    unsupervised = unsupervised_line(records, width=CURVE_COLUMNS)
+    if unsupervised and len(records) > 1:
         label_width = len(lines[0].split("│")[0]) if lines else 0
         parts += [
-            Text.assemble(("padding share, by update", "bold"), f": {padding[0]}"),
-            _line(f"{'':>{label_width}}│{padding[1]}"),
+            Text.assemble(("unsupervised share, by update", "bold"), f": {unsupervised[0]}"),
+            _line(f"{'':>{label_width}}│{unsupervised[1]}"),
         ]
     return parts
 
@@ -134,9 +134,8 @@ def totals_table(run: Run, facts: dict[str, Any]) -> Table:
     table.add_row("samples", f"{counters.samples:,} in {counters.micro_batches:,} micro-batches")
     positions = f"{facts['positions']:,}" if facts["positions"] else "-"
     table.add_row("items", f"{counters.items:,} in {positions} positions")
-    table.add_row(
-        "padding", "-" if facts["padding_share"] is None else f"{facts['padding_share']:.1%} of positions"
-    )
+    share = facts["unsupervised_share"]
+    table.add_row("unsupervised", "-" if share is None else f"{share:.1%} of positions")
     table.add_row("reductions", f"{facts['reductions']:,} of gradients, by one rank")
     speed = facts["items_per_second"]
     table.add_row("seconds", f"{facts['seconds']:,.1f}" + (f"; {speed:,.0f} items/s" if speed else ""))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wholebatch.checkpoint_folder import damage_in, facts_in
-from wholebatch.record import UpdateRecord, padding_share
+from wholebatch.record import UpdateRecord, unsupervised_share
 from wholebatch.run_reader import Run
 
 LAST_UPDATES_SHOWN = 5
@@ -19,7 +19,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 def run_summary(run: Run) -> dict[str, Any]:
     """The facts of a run as JSON-ready data; its keys are promised within a schema version.
 
-    ``padding_share = 1 - items / positions`` and ``items_per_second = items / seconds`` over all
+    ``unsupervised_share = 1 - items / positions`` and ``items_per_second = items / seconds`` over all
     updates; ``positions`` is 0, and the share None, where those of some update are not known.
     ``loss_per_item`` gives that of the first and last update, and the lowest.
     """
@@ -34,7 +34,7 @@ def run_summary(run: Run) -> dict[str, Any]:
         "header": run.header.to_dict(),
         "counters": counters.state_dict(),
         "positions": positions,
-        "padding_share": padding_share(counters.items, positions),
+        "unsupervised_share": unsupervised_share(counters.items, positions),
         "reductions": sum(r.reductions for r in run.records),
         "seconds": seconds,
         "items_per_second": counters.items / seconds if seconds else None,

@@ -50,8 +50,8 @@ def choose_display(console: Console, *, num_updates: int, print_every_updates: i
 class Progress:
     """What the last updates came to.
 
-    Loss per item, padding and norm are those of the last update alone, as its record has them. The
-    pace is that of the recent updates: ``items/s = items / wall time``, and the time left.
+    Loss per item, unsupervised share and norm are those of the last update alone, as its record has
+    them. The pace is that of the recent updates: ``items/s = items / wall time``, and the time left.
     """
 
     def __init__(self, *, num_updates: int) -> None:
@@ -84,11 +84,11 @@ class Progress:
         items = sum(r.items for r in self.records)
         seconds = max(self._ends[-1] - self._ends[0], 1e-9)
         left = seconds / len(self.records) * (self.num_updates - self.updates_attempted)
-        padding = last.padding_share
+        unsupervised = last.unsupervised_share
         return {
             "loss per item": "-" if last.loss_per_item is None else f"{last.loss_per_item:.4f}",
             "items/s": f"{items / seconds:,.0f}",
-            "padding": "-" if padding is None else f"{padding:.0%}",
+            "unsupervised": "-" if unsupervised is None else f"{unsupervised:.0%}",
             "norm": "-" if last.gradient_norm is None else f"{last.gradient_norm:.2f}",
             "left": f"{int(left) // 60}:{int(left) % 60:02d}",
         }

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from wholebatch.errors import UsageError
 from wholebatch.losses import next_token_loss, token_loss
+from wholebatch.objective import SummedLoss
 from wholebatch.train.data.collation import Collation
 from wholebatch.train.data.labels import as_classes, class_names
 from wholebatch.train.data.masks import Masks, make_masks
@@ -203,13 +204,21 @@ def _job_data(config: TrainConfig, reading: Reading, tokenizer: Tokenizer, form:
     return JobData(
         train=train,
         held_out=held_out,
-        objective=next_token_loss() if kind == "next_token" else token_loss(),
+        objective=_objective(kind),
         collate=collation,
         vocabulary=tokenizer.vocabulary,
         num_labels=len(names) if kind == "label" else None,
         padding_id=tokenizer.padding_id,
         facts=facts | ({"labels": names} if kind == "label" else {}),
     )
+
+
+def _objective(kind: str) -> SummedLoss:
+    if kind == "next_token":
+        return next_token_loss()
+    if kind == "label":  # a label for each sample, and a forward over all of its tokens
+        return replace(token_loss(), forward_positions=lambda batch: int(batch["input_ids"].numel()))
+    return token_loss()
 
 
 def _facts(config: TrainConfig, reading: Reading, tokenizer: Tokenizer, form: Form) -> dict[str, Any]:

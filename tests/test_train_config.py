@@ -97,7 +97,7 @@ def test_refusals_name_the_file_and_what_to_change(tmp_path: Path, text: str, me
 
 
 def test_a_run_that_is_no_section_is_refused_with_changes_too(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"small\.toml: run is a section, \[run\], not the value 5"):
+    with pytest.raises(UsageError, match=r"small\.toml with --set: run is a section, \[run\], not"):
         load_config(write(tmp_path, "run = 5\n"), ["model.layers=2"])
 
 

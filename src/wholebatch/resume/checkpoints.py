@@ -379,7 +379,7 @@ def _check(parts: TrainingParts, facts: CheckpointFacts, saved: Mapping[str, Any
     if then is not None and now is not None and then != now:
         raise UsageError(
             f"{facts.path} was saved with a global batch of {then} samples and the plan has {now}; plan "
-            f"with global_batch_samples={then} (m, A, D may differ), or start a new run from its model.pt"
+            f"with global_batch_samples={then} (m, A, D may differ), or start a new run from its parameters"
         )
     refuse_misfit(parts, saved)
 

@@ -54,6 +54,8 @@ def load_config(path: str | Path | None = None, changes: Sequence[str] = ()) -> 
             raise UsageError(f"{path} is not TOML: {error}") from error
         except RecursionError as error:
             raise UsageError(f"{path} has more lists or tables in each other than can be read") from error
+    if changes:
+        source += " with --set"
     return config_from_dict(with_changes(tables, changes), source=source)
 
 

@@ -126,6 +126,9 @@ def _run(job: Job, display: Display, begun: _Begun, stop: Stop) -> JobResult:
             _say(job, display, f"The trained model is in {folder / MODEL_FOLDER}")
         else:
             exit_code = _code_of(stop, job)
+            if exit_code == INTERRUPTED:  # by a person; whoever sends a signal does not wait
+                job.world.on_leader(lambda: _export(training, folder))
+                _say(job, display, f"The model as it is now is in {folder / MODEL_FOLDER}")
             job.world.all_or_none(lambda: training.close_log("interrupted", STOPPED[exit_code]))
     if exit_code != DONE:
         _say(job, display, "Interrupted between two updates; the records are complete up to there.")

@@ -236,7 +236,7 @@ class CheckpointConfig:
         every_updates: attempted updates between two checkpoints; one more comes at the end and after
             Ctrl-C or SIGTERM. 0 saves none.
         keep_last: newest ones that are kept.
-        keep_best: keep that with the lowest held-out loss too.
+        keep_best: keep that with the lowest held-out loss too, of those made right after an evaluation.
     """
 
     every_updates: int = 50

@@ -6,14 +6,16 @@ import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from campaign import trial
 from campaign.cases import Case, Fault, Setup
 from campaign.kinds import all_cases, sample_of_cases
 from campaign.table import BEGIN, END, table, write_into
-from campaign.trial import Bench, Verdict, damage, exit_code
+from campaign.trial import Bench, Verdict, Witness, damage, exit_code
 from house import ROOT
 from wholebatch import checkpoint_folder as disk
 
@@ -34,9 +36,9 @@ def test_a_broken_run_goes_on_as_if_it_had_not_been(bench: Bench, number: int) -
     assert verdict.good, verdict
 
 
-def test_there_are_more_than_200_cases_and_no_two_are_the_same() -> None:
+def test_there_are_more_than_300_cases_and_no_two_are_the_same() -> None:
     cases = all_cases()
-    assert len(cases) > 200
+    assert len(cases) > 300
     assert len({(case.name, str(case.faults), str(case.later)) for case in cases}) == len(cases)
     assert cases == all_cases(), "the same list every time"
     assert len({case.kind for case in cases}) >= 15
@@ -86,6 +88,24 @@ def test_more_promised_than_kept_is_counted_as_lost(bench: Bench) -> None:
     case = dataclasses.replace(A_CASE, setup=Setup(every=3), faults=[killed], ends=frozenset({"killed"}))
     assert bench.judge(case, 1001).lost == 1
     assert bench.judge(dataclasses.replace(case, promise="checkpoint"), 1002).good
+
+
+@pytest.mark.slow
+def test_a_run_that_was_done_and_is_changed_by_going_on_is_seen(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = Fault(what="SIGTERM", place="before export", update=6)
+    case = dataclasses.replace(A_CASE, faults=[late], ends=frozenset({"0"}))
+    assert bench.judge(case, 1003).good
+    real = trial.stage
+
+    def changing(case: Case, tables: Any, resume: Path | None, faults: Any, telling: Path) -> list[str]:
+        if telling.name == "last" and resume is not None:
+            (resume / "model" / "shape.json").write_text("{}")
+        return real(case, tables, resume, faults, telling)
+
+    monkeypatch.setattr(trial, "stage", changing)
+    assert bench.judge(case, 1004).wrong == ["a run that was done was changed by going on with it"]
 
 
 class Meddling(Bench):
@@ -150,8 +170,6 @@ def test_an_unreadable_checkpoint_is_counted(
     monkeypatch.setattr("campaign.trial.disk.checkpoint_paths", lambda _: [Path("no-such-folder")])
     verdict = Verdict(case=A_CASE)
     monkeypatch.setattr("campaign.trial.read_run", lambda _: None)
-    from campaign.trial import Witness
-
     told = Witness(committed=3, saved=2, faults=[], digests={})
     assert bench._look(A_CASE, Path("run"), told, verdict) == 3
     assert verdict.unreadable == 1
@@ -161,7 +179,11 @@ def test_an_unreadable_checkpoint_is_counted(
 def test_every_way_to_end_has_its_exit_code() -> None:
     codes = {each: exit_code(each) for each in ("0", "143", "killed", "KeyboardInterrupt", "CampaignError")}
     assert codes == {"0": 0, "143": 143, "killed": 137, "KeyboardInterrupt": 130, "CampaignError": 1}
-    assert (exit_code("RecordError"), exit_code("PoisonedWindowError")) == (2, 3)
+    assert [exit_code(each) for each in ("RecordError", "PoisonedWindowError", "ContactLostError")] == [
+        2,
+        3,
+        3,
+    ]
 
 
 def test_the_table_sums_up_by_kind_and_goes_between_its_markers(tmp_path: Path) -> None:

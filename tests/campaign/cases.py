@@ -8,7 +8,15 @@ from typing import Any, Literal
 
 NUM_UPDATES = 6
 # What a rank may end with when another one was lost.
-LEFT_ALONE = frozenset({"JudgeError", "CheckpointError", "PoisonedWindowError", "OtherRankFailedError"})
+LEFT_ALONE = frozenset(
+    {
+        "CheckpointError",
+        "ContactLostError",
+        "JudgeError",
+        "OtherRankFailedError",
+        "PoisonedWindowError",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +119,8 @@ class Case:
     @property
     def leaves_evaluation_out(self) -> bool:
         """Whether it ends on an edge with a checkpoint and without the evaluation that was due."""
-        return self.kind in ("SIGTERM, no grace", "NaN loss for good")
+        failed = self.kind in ("exception", "out of memory") and self.place.startswith("in evaluation")
+        return failed or self.kind in ("SIGTERM, no grace", "NaN loss for good")
 
     def settings(self, folder: str, rows: str) -> dict[str, Any]:
         """The tables of the job's settings."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from campaign.cases import Fault
 from campaign.places import broken
 from wholebatch.train.config import config_from_dict
 from wholebatch.train.display import PlainDisplay
-from wholebatch.train.job import run_job
+from wholebatch.train.job import run_job, unused_folder
 from wholebatch.train.parts import build_job, check_settings
 from wholebatch.train.resuming import find_earlier, settings_of
+from wholebatch.train.signals import stop_on_signal
 from wholebatch.train.world import join_world
 
 
@@ -31,6 +33,9 @@ def run_one(
     # As in a job of its own: there may be data workers, and they are forked, which takes the faults along.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     multiprocessing.set_start_method("fork", force=True)
+    # As in a terminal, even where the campaign itself runs under nohup or in the background.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.filterwarnings("ignore", message=".*an older checkpoint could not be removed")
     earlier = None
     if resume is not None:
@@ -40,11 +45,18 @@ def run_one(
         assert tables is not None
         config = config_from_dict(tables)
     mine = [fault for fault in faults if fault.rank == rank]
-    with join_world() as world, broken(mine, Path(config.run.folder), Path(f"{witness}-{rank}")):
-        job = build_job(config, world, check_settings(config, world.ranks))
+    # As the command line does: around all of it, and the rest of it in the same order.
+    with stop_on_signal(on_edges=False) as stop, join_world() as world:
+        plan = check_settings(config, world.ranks)
+        if earlier is None:
+            world.on_leader(lambda: unused_folder(config))
+        job = world.all_or_none(lambda: build_job(config, world, plan))
         display = PlainDisplay(
             Console(file=io.StringIO(), width=200),
             num_updates=config.run.num_updates,
             print_every_updates=1,
         )
-        return run_job(job, display, command=["wholebatch", "train"], earlier=earlier).exit_code
+        with broken(mine, Path(config.run.folder), Path(f"{witness}-{rank}")):
+            return run_job(
+                job, display, command=["wholebatch", "train"], earlier=earlier, stop=stop
+            ).exit_code

@@ -25,6 +25,7 @@ import torch
 from campaign.cases import Fault
 from campaign.rows import Texts
 from wholebatch.checkpoint_folder import DigestingFile
+from wholebatch.files import UNFINISHED
 from wholebatch.finish import Finish
 from wholebatch.resume.checkpoints import Checkpoints
 from wholebatch.run_log import RunLog
@@ -105,6 +106,8 @@ def act(what: str) -> None:
     elif what == "SIGINT twice":
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
+    elif what == "SIGHUP":
+        signal.raise_signal(signal.SIGHUP)
     elif what in ("SIGTERM", "SIGTERM, no grace"):
         signal.raise_signal(signal.SIGTERM)
     elif what == "exception":
@@ -164,12 +167,12 @@ def _told(before: str | None = None, after: str | None = None) -> Callable[..., 
 # The job -----------------------------------------------------------------------------------------------
 
 
-def _run(places: Places, original: Callable[..., Any], self: Training) -> Any:
+def _run(places: Places, original: Callable[..., Any], self: Training, *args: Any) -> Any:
     places.update_number = self.updates_attempted
     first = next(p for p in self.job.model.module.parameters() if p.requires_grad)
     first.register_hook(lambda _: places.at("end of backward"))  # the last to get its gradient
     places.at("before the first update")
-    return original(self)
+    return original(self, *args)
 
 
 def _one_update(places: Places, original: Callable[..., Any], self: Training, *args: Any) -> Any:
@@ -244,12 +247,37 @@ def _append(places: Places, original: Callable[..., Any], self: RunLog, name: st
         self._files[name] = file
 
 
-def _write_text(places: Places, original: Callable[..., Any], self: Path, text: str, **named: Any) -> Any:
+class _HalfOfBytes:
+    """Stands for a file that is written whole and renamed; the same of its bytes."""
+
+    def __init__(self, file: Any, at: Callable[[], None]) -> None:
+        self._file, self._at = file, at
+
+    def __enter__(self) -> _HalfOfBytes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content[: len(content) // 2])
+        self._file.flush()
+        self._at()
+        self._file.write(content[len(content) // 2 :])
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return int(self._file.fileno())
+
+
+def _opened(places: Places, original: Callable[..., Any], self: Path, *args: Any, **named: Any) -> Any:
+    file = original(self, *args, **named)
     label = places.label(self)
-    if label is not None:
-        original(self, text[: len(text) // 2], **named)
-        places.at(f"write {label}")
-    return original(self, text, **named)
+    if label is None or not label.endswith(UNFINISHED) or args != ("wb",):
+        return file
+    return _HalfOfBytes(file, lambda: places.at(f"write {label}"))
 
 
 def _digesting(places: Places, original: Callable[..., Any], self: DigestingFile, data: Any) -> int:
@@ -324,7 +352,7 @@ WRAPPED: list[tuple[Any, str, Callable[..., Any]]] = [
     (Checkpoints, "load", _told(before="before loading", after="after loading")),
     (job, "export_model", _told(before="before export", after="after export")),
     (RunLog, "_append", _append),
-    (Path, "write_text", _write_text),
+    (Path, "open", _opened),
     (DigestingFile, "write", _digesting),
     (os, "fsync", _fsync),
     (os, "rename", _renamed),

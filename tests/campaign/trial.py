@@ -19,7 +19,8 @@ from campaign.child import run_one
 from ranks import RanksTimeoutError, run_ranks
 from wholebatch import checkpoint_folder as disk
 from wholebatch import errors
-from wholebatch.record import HEADER_FILE
+from wholebatch.ranks.together import ContactLostError
+from wholebatch.record import HEADER_FILE, LOCK_FILE
 from wholebatch.run_reader import Run, read_run
 
 TIMEOUT_S = 90.0
@@ -104,13 +105,11 @@ class Bench:
         verdict.ended = _check_ends(verdict, case.faults, ends, case.ends, case.others, seen)
         committed = seen.committed or 0
         verdict.expect(case.committed in (None, committed), f"{committed} updates were committed")
-        if not (run / HEADER_FILE).is_file() or not _readable(run):
-            # Ended before it was a run: nothing was trained, and it is begun anew.
+        if not (run / HEADER_FILE).is_file():
+            # Ended before it was a run: nothing was trained, and it is begun anew, in the same folder.
             verdict.expect(seen.committed is None, "updates were committed in a run without a header")
-            shutil.rmtree(run, ignore_errors=True)
-            verdict.expect(
-                stage(case, tables, None, (), trial / "anew") == ["0"] * case.setup.ranks, "anew"
-            )
+            anew = stage(case, tables, None, (), trial / "anew")
+            verdict.expect(anew == ["0"] * case.setup.ranks, f"beginning anew ended with {anew}")
             self._compare(case, run, verdict)
             return
         promised = self._look(case, run, seen, verdict)
@@ -123,12 +122,18 @@ class Bench:
         if case.damage is not None:
             where = self._damage(case, run, verdict)
             promised = disk.read_facts(where).updates_attempted
+        found = read_run(run)
+        before = _content(run) if found.end is not None and found.end.reason == "done" else None
         ends = stage(case, None, where, (), trial / "last")
         if ends != ["0"] * case.setup.ranks:
             verdict.wrong.append(f"going on ended with {ends}")
             verdict.lost += promised  # what can't be gone on with is lost as a whole
             return
-        went_on_from = read_run(run).resumptions[-1].updates_attempted
+        if before is not None:
+            verdict.expect(_content(run) == before, "a run that was done was changed by going on with it")
+            went_on_from = len(found.records)
+        else:
+            went_on_from = read_run(run).resumptions[-1].updates_attempted
         verdict.lost += max(0, promised - went_on_from)
         self._compare(case, run, verdict, witness(trial, "last"))
 
@@ -240,6 +245,8 @@ def exit_code(ending: str) -> int:
         return 137
     if ending == "KeyboardInterrupt":
         return 130
+    if ending == ContactLostError.__name__:
+        return ContactLostError.exit_code
     return int(getattr(getattr(errors, ending, None), "exit_code", 1))
 
 
@@ -283,12 +290,10 @@ def witness(trial: Path, name: str) -> Witness:
     )
 
 
-def _readable(run: Path) -> bool:
-    try:
-        read_run(run)
-    except errors.RecordError:
-        return False
-    return True
+def _content(run: Path) -> dict[str, bytes]:
+    """All files of a run, but for the lock, which names the last process that had it."""
+    files = (path for path in run.rglob("*") if path.is_file() and path.name != LOCK_FILE)
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
 def _load(path: Path) -> Any:

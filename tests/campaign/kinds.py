@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from campaign.cases import NUM_UPDATES, Case, Fault, Setup
 from campaign.layouts import Turns, on_all, one_rank, two_ranks
-from campaign.stopping import apart, one_of_two, stops, sudden
+from campaign.stopping import apart, in_the_export_after_ctrl_c, one_of_two, stops, sudden
 
 DISK_FAULTS = ("ENOSPC", "EACCES", "EIO")
 
@@ -274,6 +274,7 @@ def all_cases() -> list[Case]:
     """Every case, in a fixed order."""
     turns = Turns()
     groups = (stops, apart, sudden, one_of_two, mistakes, data_and_loss, disk, damaged, while_going_on)
+    groups += (in_the_export_after_ctrl_c,)
     return [case for group in groups for case in group(turns)]
 
 

@@ -120,3 +120,20 @@ def one_of_two(turns: Turns) -> Iterator[Case]:
             faults=[Fault(what="SIGINT twice", place=place, update=update, rank=1)],
             ends=frozenset({"KeyboardInterrupt"}),
         )
+
+
+def in_the_export_after_ctrl_c(turns: Turns) -> Iterator[Case]:
+    """The model of an interrupted run is written once that is saved; nothing there costs an update."""
+    ways = (("SIGKILL", "killed"), ("SIGINT", "KeyboardInterrupt"), ("ENOSPC", "RecordError"))
+    for what, end in ways:
+        for place in ("sync model.part/model.pt", "before rename to run/model"):
+            first = Fault(what="SIGINT", place="in forward", update=3)
+            yield Case(
+                kind=f"SIGINT, then {what} in the export",
+                place=place,
+                setup=turns.next(one_rank()),
+                faults=[first, Fault(what=what, place=place, update=3)],
+                ends=frozenset({end}),
+                promise="committed",
+                committed=3,
+            )

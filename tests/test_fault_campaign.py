@@ -19,7 +19,7 @@ from campaign.trial import Bench, Verdict, Witness, damage, exit_code
 from house import ROOT
 from wholebatch import checkpoint_folder as disk
 
-SAMPLE = sample_of_cases(26)
+SAMPLE = sample_of_cases(22)
 # Which file is synced is told by Linux.
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc/self/fd")
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
+
+import wholebatch as wb
 from work import (
     CLIP_GRAD_NORM,
     MicroBatch,
@@ -28,8 +30,6 @@ from work import (
     num_replicas,
     sum_loss,
 )
-
-import wholebatch as wb
 
 Around = AbstractContextManager[Any]
 

@@ -25,10 +25,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler talks; 
 
 import torch
 import torch.distributed as dist
-from contestants import hand, ours, peers, wholebatch_run
-from race import FEW_MICRO_BATCHES, MANY_MICRO_BATCHES, MemoryGrowth, Result, memory_growth, race
 from rich.console import Console
 from rich.table import Table
+
+from contestants import hand, ours, peers, wholebatch_run
+from race import FEW_MICRO_BATCHES, MANY_MICRO_BATCHES, MemoryGrowth, Result, memory_growth, race
 from work import WORKS, Work, num_replicas, this_rank
 
 _PACKAGES = ("torch", "wholebatch", "accelerate", "lightning", "transformers")

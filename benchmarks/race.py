@@ -18,10 +18,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from contestants import Contestant, hand
-from counting import UpdateCounter, UpdateCounts, peak_tensor_bytes
 from torch import Tensor
 from torch.optim import Optimizer
+
+from contestants import Contestant, hand
+from counting import UpdateCounter, UpdateCounts, peak_tensor_bytes
 from work import Work, batches_of, num_replicas
 
 Clock = Literal["wall", "cpu"]

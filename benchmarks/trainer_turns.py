@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+
 from work import CLIP_GRAD_NORM, LEARNING_RATE, MicroBatch, Work, new_model, new_optimizer, sum_loss
 
 _LONGEST_TURN_S = 600.0

@@ -308,7 +308,7 @@ def test_other_commands_hand_over_their_options(monkeypatch: pytest.MonkeyPatch)
             (Path("a.toml"),),
             given | {"changes": ["run.folder=runs/a", "run.num_updates=3"], "json_target": "-"},
         ),
-        ((None,), given | {"resume": Path("runs/a")}),
+        ((None,), given | {"resume": "runs/a"}),
         ((None,), given),
         (("m:f",), {"splits": "2+3,5", "ranks": 2, "seed": 7, "json_target": "v.json"}),
         (([Path("runs/a")],), {"by": None, "follow_it": False, "json_target": None}),

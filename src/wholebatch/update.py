@@ -359,7 +359,7 @@ class Update:
     def _seed(self, term: str, loss_sum: Tensor) -> Tensor:
         """The gradient of the update with respect to a term's summed loss, times the loss scale."""
         seed = self._seeds.get(term)
-        if seed is None or (seed.shape, seed.dtype) != (loss_sum.shape, loss_sum.dtype):
+        if seed is None or _kind(seed) != _kind(loss_sum):
             share = torch.full_like(loss_sum, self._shares[term], requires_grad=False)
             seed = self._seeds[term] = self._window.finish.scaled(share).to(loss_sum.dtype)
         return seed
@@ -595,6 +595,10 @@ class Update:
     def _where(self, index: int | None = None) -> str:
         number = (self._turn if index is None else index) + 1
         return f"micro-batch {number} of {len(self._held)} on rank {self._window.ranks.rank}"
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _micro_batches(batches: Any, plan: BatchPlan | None) -> list[Any]:

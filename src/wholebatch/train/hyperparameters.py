@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from wholebatch.errors import UsageError
-from wholebatch.train.optimize import make_optimizer, parameter_groups, probe_settings
+from wholebatch.train.optimize import parameter_groups, probed_state
 from wholebatch.train.settings import OptimizerConfig, TrainConfig
 from wholebatch.window import UpdateWindow
 
@@ -59,14 +58,7 @@ def _group_sizes(module: nn.Module, settings: OptimizerConfig) -> list[int]:
 
 def _state_keys(settings: OptimizerConfig) -> set[str]:
     """What an optimizer of torch keeps of a parameter; nothing is known of a class of one's own."""
-    probed = probe_settings(settings)
-    if probed is None:
-        return set()
-    probe = nn.Parameter(torch.ones(2, 2))
-    optimizer = make_optimizer([probe], probed)
-    probe.grad = torch.ones_like(probe)
-    optimizer.step()
-    return {key for key, value in optimizer.state[probe].items() if value is not None}
+    return {key for key, value in probed_state(settings).items() if value is not None}
 
 
 def groups_as_built(window: UpdateWindow) -> list[dict[str, Any]]:

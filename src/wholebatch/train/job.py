@@ -118,17 +118,14 @@ def run_job(
 def _run(job: Job, display: Display, begun: _Begun, stop: Stop) -> JobResult:
     """Train to the end, or to the edge on which somebody asked to stop."""
     folder, training = begun.folder, begun.training
-    exit_code = DONE
     with _log_closed(training):
         _say(job, display, begun.words)
-        if _train(training, stop, display, folder):
+        exit_code = DONE if _train(training, stop, display, folder) else _code_of(stop, job)
+        if exit_code in (DONE, INTERRUPTED):  # whoever sends another signal does not wait
             job.world.on_leader(lambda: _export(training, folder))
-            _say(job, display, f"The trained model is in {folder / MODEL_FOLDER}")
-        else:
-            exit_code = _code_of(stop, job)
-            if exit_code == INTERRUPTED:  # by a person; whoever sends a signal does not wait
-                job.world.on_leader(lambda: _export(training, folder))
-                _say(job, display, f"The model as it is now is in {folder / MODEL_FOLDER}")
+            which = "trained model" if exit_code == DONE else "model as it is now"
+            _say(job, display, f"The {which} is in {folder / MODEL_FOLDER}")
+        if exit_code != DONE:
             job.world.all_or_none(lambda: training.close_log("interrupted", STOPPED[exit_code]))
     if exit_code != DONE:
         _say(job, display, "Interrupted between two updates; the records are complete up to there.")

@@ -108,15 +108,35 @@ def micro_batch(
     """
     if isinstance(samples, TokenSamples):  # which draw nothing at random
         return collate([samples[index] for index in ids], ids, epoch)
-    chosen = []
     with random_state_kept(host_alone=True):
-        for index in ids:
-            _seed(seed, epoch, index)
-            with _naming(f"reading {_named(samples, index)} failed"):
-                chosen.append(samples[index])
+        chosen = _read(samples, ids, epoch=epoch, seed=seed)
         _seed(seed, epoch, ids[0] if ids else 0)
         with _naming(f"collating samples {list(ids)} failed"):
             return collate(chosen, ids, epoch)
+
+
+def read(samples: Samples, ids: Sequence[int], *, epoch: int, seed: int) -> list[Any]:
+    """Chosen samples, as a micro-batch has them, not collated.
+
+    Args:
+        samples, ids, epoch, seed: as for `micro_batch`.
+
+    Raises:
+        JudgeError: a sample could not be read; names it.
+
+    Exactness: no arithmetic; random state is as before.
+    """
+    with random_state_kept(host_alone=True):
+        return _read(samples, ids, epoch=epoch, seed=seed)
+
+
+def _read(samples: Samples, ids: Sequence[int], *, epoch: int, seed: int) -> list[Any]:
+    chosen = []
+    for index in ids:
+        _seed(seed, epoch, index)
+        with _naming(f"reading {_named(samples, index)} failed"):
+            chosen.append(samples[index])
+    return chosen
 
 
 class _Key(NamedTuple):

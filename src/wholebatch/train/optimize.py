@@ -111,11 +111,23 @@ def check_optimizer(settings: OptimizerConfig) -> None:
         UsageError: no such class, an option that it does not have, or something that it refused.
     """
     _checked_options(optimizer_class(settings.name), settings)
-    probed = probe_settings(settings)
-    if probed is None:
-        return
+    probed_state(settings)
+
+
+def probed_state(settings: OptimizerConfig) -> Mapping[str, Any]:
+    """What a class of torch keeps of a parameter after a step on a matrix of its own, by name.
+
+    Nothing is known of a class of one's own, and so of its state.
+
+    Raises:
+        UsageError: it can't make an update with these settings.
+    """
+    if vars(torch.optim).get(settings.name) is None:
+        return {}
+    # Whether a device can capture a step is known where its parameters are.
+    options = {key: value for key, value in settings.options.items() if key != "capturable"}
     probe = nn.Parameter(torch.ones(2, 2))
-    optimizer = make_optimizer([probe], probed)
+    optimizer = make_optimizer([probe], replace(settings, options=options))
     probe.grad = torch.ones_like(probe)
     try:
         optimizer.step()
@@ -124,15 +136,7 @@ def check_optimizer(settings: OptimizerConfig) -> None:
             f"optimizer.name = {settings.name!r} with optimizer.options = {settings.options} can't make an "
             f'update: {error}; change the options, or take another class, such as "AdamW"'
         ) from error
-
-
-def probe_settings(settings: OptimizerConfig) -> OptimizerConfig | None:
-    """Settings with which a class of torch steps on a matrix of its own; None for a class of one's own."""
-    if vars(torch.optim).get(settings.name) is None:
-        return None
-    # Whether a device can capture a step is known where its parameters are.
-    options = {key: value for key, value in settings.options.items() if key != "capturable"}
-    return replace(settings, options=options)
+    return dict(optimizer.state[probe])
 
 
 def optimizer_class(name: str) -> type[Any]:

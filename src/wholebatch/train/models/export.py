@@ -15,9 +15,8 @@ from torch import nn
 from wholebatch.errors import RecordError
 from wholebatch.files import sync
 from wholebatch.train.material import JobModel
-from wholebatch.train.models.extras import is_transformers_model
 from wholebatch.train.models.gpt import GPT
-from wholebatch.train.models.huggingface import TOKENIZER_FILES, quiet
+from wholebatch.train.models.huggingface import TOKENIZER_FILES, is_transformers_model, quiet
 
 
 def export_model(job_model: JobModel, folder: str | Path, *, tokenizer: str | Path | None = None) -> Path:

@@ -6,6 +6,7 @@ not given labels: its own loss would divide by the items of one micro-batch, and
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -351,3 +352,9 @@ def _told(folder: Path, kind: str) -> Iterator[None]:
             f"model.source {folder} can't be loaded as a model for objective.kind = {kind!r}: "
             f"{type(error).__name__}: {first[:300]}"
         ) from error
+
+
+def is_transformers_model(module: Any) -> bool:
+    """Whether a module is one of transformers, which is not imported to find out."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)

@@ -14,7 +14,7 @@ from torch import nn
 
 from wholebatch.errors import UsageError
 from wholebatch.extras import needed
-from wholebatch.train.models.extras import is_transformers_model
+from wholebatch.train.models.huggingface import is_transformers_model
 from wholebatch.train.settings import LoraConfig
 
 _TASKS = {"next_token": "CAUSAL_LM", "label": "SEQ_CLS"}

@@ -23,6 +23,10 @@ FLOORS = {
     "schedule": 1,
     "order": 1,
     "packing": 1,
+    "budget": 1,
+    "permutation": 1,
+    "mixing": 1,
+    "item_order": 1,
     "record": 1,
     "checkpoint_folder": 1,
     "run_log": 1,
@@ -37,6 +41,8 @@ FLOORS = {
     "replay": 2,
     "closeness": 2,
     "memory": 2,
+    "rows": 2,
+    "loading": 2,
     # ranks
     "ranks": 3,
     # the update

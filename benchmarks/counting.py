@@ -191,17 +191,43 @@ def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+class PeakTensorBytes:
+    """A context manager that finds the most bytes that tensors took at one time inside, on this thread.
+
+    Parameters and optimizer state, held before, are added. Numpy's memory, such as micro-batches that
+    were collated there, is left out.
+
+    Args:
+        model: whose parameters are meant.
+        optimizer: whose state is meant.
+
+    Exactness: exact for what torch's CPU allocator gave out.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        held = [*model.parameters(), *_tensors(optimizer.state.values())]
+        self._before = sum(t.numel() * t.element_size() for t in held)
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.counts = 0
+
+    def __enter__(self) -> PeakTensorBytes:
+        self._profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profiler.__exit__(*error)
+        results = self._profiler.profiler.kineto_results
+        changes = sorted(
+            (event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"
+        )
+        self.counts = self._before + max(accumulate((change for _, change in changes), initial=0))
+
+
 def peak_tensor_bytes(model: nn.Module, optimizer: Optimizer, update: Callable[[], None]) -> int:
     """The most that tensors took at one time in ``update``, with parameters and optimizer state.
 
     Exactness: exact for what torch's CPU allocator gave out. The micro-batches, made before, are left out.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with PeakTensorBytes(model, optimizer) as peak:
         update()
-    results = profiler.profiler.kineto_results
-    changes = sorted(
-        (event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"
-    )
-    held = [*model.parameters(), *_tensors(optimizer.state.values())]
-    before = sum(t.numel() * t.element_size() for t in held)
-    return before + max(accumulate((change for _, change in changes), initial=0))
+    return peak.counts

@@ -40,15 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables, write the JSON; return the exit code."""
     options = _options(arguments)
     if options.ranks > 1 and "RANK" not in os.environ:
-        return _start_ranks(options.ranks, sys.argv[1:] if arguments is None else arguments)
+        return start_ranks(options.ranks, sys.argv[1:] if arguments is None else arguments, __file__)
     torch.set_num_threads(1)
-    _quiet()
+    quiet()
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     try:
         measured = [_measure(WORKS[name], options) for name in options.models]
         if this_rank() == 0 and options.json:
-            options.json.write_text(json.dumps({"versions": _versions(), "measured": measured}, indent=2))
+            options.json.write_text(json.dumps({"versions": versions(), "measured": measured}, indent=2))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -77,14 +77,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _start_ranks(ranks: int, arguments: Sequence[str]) -> int:
+def start_ranks(ranks: int, arguments: Sequence[str], script: str) -> int:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # else torchrun says that it chose so
-    command = [sys.executable, *launcher, str(Path(__file__).resolve()), *arguments]
+    command = [sys.executable, *launcher, str(Path(script).resolve()), *arguments]
     return subprocess.run(command, env=environment, check=False).returncode
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Say nothing of what the peers and gloo warn about; none of it is about the update."""
     warnings.filterwarnings("ignore", module=r"(accelerate|lightning|transformers|torch)\b")
 
@@ -171,7 +171,7 @@ def _verdict(result: Result) -> str:
     return f"{'yes' if result.same_update else 'NO'} ({difference:.0e})"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "processor": platform.machine()}
     for name in _PACKAGES:
         try:

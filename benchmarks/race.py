@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from contestants import Contestant, hand
-from counting import UpdateCounter, UpdateCounts, peak_tensor_bytes
+from counting import UpdateCounter, peak_tensor_bytes
 from work import Work, batches_of, num_replicas
 
 Clock = Literal["wall", "cpu"]
@@ -49,7 +49,8 @@ class Result:
         parameter_difference: distance of its parameters at the end from the first contestant's, relative
             to the distance that those have moved.
         parameter_rounding: as ``gradient_rounding``.
-        counts: what one update did, by rank.
+        counts: what was observed in one update, by rank; an ``UpdateCounts`` unless ``race`` was given
+            another observer.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Result:
     gradient_rounding: float
     parameter_difference: float
     parameter_rounding: float
-    counts: tuple[UpdateCounts, ...]
+    counts: tuple[Any, ...]
 
     @property
     def same_update(self) -> bool:
@@ -131,8 +132,22 @@ class _Gradients:
         self._taken.append(flat if factor is None else (flat.double() / factor.double()).to(flat.dtype))
 
 
+def count_update(contestant: Contestant) -> Any:
+    """The observer that counts what an update does."""
+    return UpdateCounter(contestant.model, contestant.optimizer)
+
+
 def race(
-    work: Work, contestants: Sequence[Contestant], *, rounds: int, seed: int = 0, clock: Clock = "wall"
+    work: Work,
+    contestants: Sequence[Contestant],
+    *,
+    rounds: int,
+    seed: int = 0,
+    clock: Clock = "wall",
+    given: Callable[[Work, int], Any] = batches_of,
+    twin: Contestant | None = None,
+    warm_rounds: int = _WARM_ROUNDS,
+    observer: Callable[[Contestant], Any] = count_update,
 ) -> list[Result]:
     """Let every contestant do the same updates in turn.
 
@@ -143,27 +158,31 @@ def race(
         seed: of the order within each round.
         clock: ``"wall"``, or ``"cpu"`` for the processor time of this process, which other programs disturb
             less and which leaves out waiting for other ranks.
+        given: ``given(work, update)`` is what every contestant's ``run`` gets for an update, on this rank.
+        twin: the same loop in float64, from which rounding is told; the hand-written one by default.
+        warm_rounds: updates before the one that is observed; that one is followed by the timed ones.
+        observer: ``observer(contestant)`` is entered around one update; its ``counts`` are kept.
     """
-    order, twin = random.Random(seed), hand(work, "float64", torch.float64)
+    order, twin = random.Random(seed), twin or hand(work, "float64", torch.float64)
     everybody = [*contestants, twin]
     start, gradients = _parameters(twin), [_Gradients(one.optimizer) for one in everybody]
-    _everybody(work, everybody, gradients, update=0)
-    for update in range(1, _WARM_ROUNDS):
+    _everybody(everybody, gradients, given(work, 0))
+    for update in range(1, warm_rounds):
         for one in everybody:
-            one.run(batches_of(work, update), nullcontext())
+            one.run(given(work, update), nullcontext())
     counts = []
     for one in everybody:
-        counter = UpdateCounter(one.model, one.optimizer)
-        one.run(batches_of(work, _WARM_ROUNDS), counter)
-        counts.append(_from_all_ranks(counter.counts))
+        observing = observer(one)
+        one.run(given(work, warm_rounds), observing)
+        counts.append(_from_all_ranks(observing.counts))
     seconds: list[list[float]] = [[] for _ in contestants]
-    for update in range(_WARM_ROUNDS + 1, _WARM_ROUNDS + 1 + rounds):
-        batches = batches_of(work, update)
+    for update in range(warm_rounds + 1, warm_rounds + 1 + rounds):
+        batches = given(work, update)
         gc.collect()
         for index in order.sample(range(len(contestants)), len(contestants)):
             seconds[index].append(_timed(contestants[index], batches, clock))
         twin.run(batches, nullcontext())
-    _everybody(work, everybody, gradients, update=_WARM_ROUNDS + 1 + rounds)
+    _everybody(everybody, gradients, given(work, warm_rounds + 1 + rounds))
     for one in contestants:
         one.close()
     moved = _parameters(twin) - start
@@ -184,13 +203,11 @@ def race(
     ]
 
 
-def _everybody(
-    work: Work, everybody: Sequence[Contestant], gradients: Sequence[_Gradients], *, update: int
-) -> None:
+def _everybody(everybody: Sequence[Contestant], gradients: Sequence[_Gradients], batches: Any) -> None:
     """One update of each, of which the gradients are taken down."""
     for one, taken in zip(everybody, gradients, strict=True):
         taken.listen()
-        one.run(batches_of(work, update), nullcontext())
+        one.run(batches, nullcontext())
 
 
 def memory_growth(work: Work, contestant: Contestant) -> MemoryGrowth:
@@ -209,7 +226,7 @@ def memory_growth(work: Work, contestant: Contestant) -> MemoryGrowth:
     return MemoryGrowth(name=contestant.name, few_bytes=peak(few), many_bytes=peak(many))
 
 
-def _timed(contestant: Contestant, batches: list[dict[str, Tensor]], clock: Clock) -> float:
+def _timed(contestant: Contestant, batches: Any, clock: Clock) -> float:
     """Seconds of one update; on several ranks those of the slowest, which all started together."""
     watch = _Stopwatch(clock)
     if num_replicas() == 1:
@@ -222,7 +239,7 @@ def _timed(contestant: Contestant, batches: list[dict[str, Tensor]], clock: Cloc
     return float(slowest)
 
 
-def _from_all_ranks(counts: UpdateCounts) -> list[UpdateCounts]:
+def _from_all_ranks(counts: Any) -> list[Any]:
     if num_replicas() == 1:
         return [counts]
     found: list[Any] = [None] * num_replicas()

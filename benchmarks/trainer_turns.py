@@ -3,8 +3,9 @@
 ``Trainer.train()`` runs once, on a thread of its own, and asks an iterator for micro-batches. The iterator
 waits until it is this contestant's turn, hands out the micro-batches of one update, and the turn ends
 when the Trainer asks for the first micro-batch of the next. So a turn holds everything that the Trainer
-does for an update, after its step too, and no start or end of ``train()``. What measures the turn is
-entered and left by the iterator, on the Trainer's thread, so the hand-over is not measured.
+does for an update, after its step too, and no start or end of ``train()``. Given samples instead, it reads
+and collates them inside its turn, with its own loader. What measures the turn is entered and left by the
+iterator, on the Trainer's thread, so the hand-over is not measured.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import queue
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -48,12 +50,22 @@ class _CausalLM(nn.Module):
 
 
 class _Trainer(transformers.Trainer):
-    """The Trainer, given its micro-batches ready made."""
+    """The Trainer, given its micro-batches by turns."""
 
     turns: Iterator[MicroBatch]
 
     def get_train_dataloader(self) -> Any:
         return self.turns
+
+    def own_micro_batches(self) -> Iterator[MicroBatch]:
+        """Those that its own sampler and loader make of its data set."""
+        return iter(super().get_train_dataloader())
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(train_dataset)
+        if hasattr(sampler, "num_global_batches"):  # batch_rebalance: in the order of the data set
+            sampler.shuffle = False
+        return sampler
 
 
 class TrainerTurns:
@@ -61,9 +73,20 @@ class TrainerTurns:
 
     Args:
         work: the sizes.
+        samples: what its own loader reads, which then makes the micro-batches, and a turn is as many of
+            them as an update has; None to be handed micro-batches ready made.
+        collate: makes a micro-batch of a list of those.
+        strategy: its ``train_sampling_strategy``: what order its own loader reads them in.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(
+        self,
+        work: Work,
+        *,
+        samples: Any = None,
+        collate: Callable[[list[Any]], MicroBatch] | None = None,
+        strategy: str = "sequential",
+    ) -> None:
         transformers.logging.set_verbosity_error()
         self._micro_batches_per_window = work.micro_batches_per_window
         self.gpt = new_model(work)
@@ -83,13 +106,20 @@ class TrainerTurns:
             report_to="none",
             disable_tqdm=True,
             ddp_find_unused_parameters=False,  # faster than its default, and what the others have
+            train_sampling_strategy=strategy,
+            remove_unused_columns=False,
+            dataloader_drop_last=True,
+            dataloader_pin_memory=False,
         )
+        unread = torch.utils.data.TensorDataset(torch.zeros(1))
         trainer = _Trainer(
             model=_CausalLM(self.gpt),
             args=arguments,
-            train_dataset=torch.utils.data.TensorDataset(torch.zeros(1)),  # never read
+            train_dataset=unread if samples is None else samples,
+            data_collator=collate,
             optimizers=(self.optimizer, None),
         )
+        self._own = None if samples is None else trainer.own_micro_batches
         trainer.turns = self._turns()
         self._given: queue.Queue[tuple[list[MicroBatch], AbstractContextManager[Any]] | None] = (
             queue.Queue()
@@ -99,13 +129,13 @@ class TrainerTurns:
         self._thread.start()
         self._wait()  # until it asks for its first micro-batch: DDP is built by then
 
-    def run(self, batches: list[MicroBatch], around: AbstractContextManager[Any]) -> None:
-        """One update, inside ``around``.
+    def run(self, batches: list[Any], around: AbstractContextManager[Any]) -> None:
+        """One update, inside ``around``; of ``batches``, unless the Trainer makes its own.
 
         Raises:
             ValueError: not as many micro-batches as an update of the Trainer has.
         """
-        if len(batches) != self._micro_batches_per_window:
+        if self._own is None and len(batches) != self._micro_batches_per_window:
             raise ValueError(
                 f"the Trainer was set to {self._micro_batches_per_window} micro-batches an update and "
                 f"cannot run one of {len(batches)}"
@@ -125,6 +155,7 @@ class TrainerTurns:
             raise error
 
     def _turns(self) -> Iterator[MicroBatch]:
+        own = None if self._own is None else self._own()
         while True:
             self._ended.put(None)
             given = self._given.get()
@@ -132,7 +163,7 @@ class TrainerTurns:
                 raise _LeaveTrainingError
             batches, around = given
             with around:
-                yield from batches
+                yield from batches if own is None else islice(own, self._micro_batches_per_window)
 
     def _train(self, trainer: transformers.Trainer) -> None:
         torch.set_num_threads(1)

@@ -1,18 +1,20 @@
 """Which sample comes when: the same update sees the same samples under any (m, A, D).
 
-    global_batch(position) = epoch_order(epoch)[offset : offset + global_batch_samples]
+    global_batch(position) = shuffle(epoch) of the places offset to offset + global_batch_samples - 1
     epoch, offset          = divmod(position, samples_per_epoch)
 
 A position is a number of samples consumed since the start of training, so it means the same under
 every split. The global batch is cut into one run of neighbours for each replica, and that into
-micro-batches; changing m, A or D moves the cuts and nothing else.
+micro-batches; changing m, A or D moves the cuts and nothing else. The shuffle is computed place by place
+(`wholebatch.permutation`): no list of samples is held or sent to anybody, however many there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +22,45 @@ from numpy.typing import NDArray
 from wholebatch.epochs import EpochCut, cut_epoch
 from wholebatch.errors import PlanError
 from wholebatch.layout import one_of, or_list, set_whole_numbers, show_remainder, whole_number
+from wholebatch.permutation import Permutation, draw_permutation
 from wholebatch.plan import Tail
+
+# Names how (seed, epoch) becomes an order. A run goes on in the same order only under the same rule; it
+# gets another name whenever any order of any size changes.
+ORDER_RULE = "sorted to 4096, then 8 rounds"
+# Permutations that are held for the next call, of 8 KiB at most each: a mixture has one for each source.
+_HELD_PERMUTATIONS = 32
 
 Stream = Literal["order", "masks", "sample"]
 # Everything that is drawn from (seed, epoch), by its number in the generator's counter: the order of the
 # samples, which tokens are masked, and what a data set draws for a sample. A number is never given again.
 STREAMS: dict[Stream, int] = {"order": 0, "masks": 1, "sample": 2}
+
+
+class Order(Protocol):
+    """What says which samples an update sees: one global batch after the other, without end.
+
+    Each method is a function of its arguments alone, the same on every rank. A position is the number of
+    samples consumed since the start of training; 0 is one, and `next_position` leads from one to the next.
+    """
+
+    def global_batch(self, position: int) -> list[int]:
+        """Return the sample ids of the update that begins at ``position``, over all replicas."""
+        ...
+
+    def next_position(self, position: int) -> int:
+        """Return where the next update begins: ``position`` + the samples of this one."""
+        ...
+
+    def epoch(self, position: int) -> int:
+        """Return how many passes over the data lie before ``position``."""
+        ...
+
+    def window(
+        self, position: int, *, micro_batch_samples: int, replicas: int, replica: int
+    ) -> list[list[int]]:
+        """Return the sample ids of one replica's micro-batches of at most ``micro_batch_samples``."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +87,6 @@ class SampleOrder:
     seed: int = 0
     shuffle: bool = True
     tail: Tail = "partial"
-    # The order of the epoch in use, at most one; no part of what the object means.
-    _orders: dict[int, NDArray[np.int64]] = field(
-        default_factory=dict, init=False, repr=False, compare=False, hash=False
-    )
 
     def __post_init__(self) -> None:
         set_whole_numbers(self, "num_samples", "global_batch_samples")
@@ -92,26 +123,18 @@ class SampleOrder:
         _, begin, end = self._locate(position)
         return int(position) + end - begin
 
+    def epoch(self, position: int) -> int:
+        """Return the epoch in which ``position`` lies, from 0."""
+        return whole_number("position", position, minimum=0) // self.samples_per_epoch
+
     def epoch_order(self, epoch: int) -> NDArray[np.int64]:
         """Return all sample ids in the order of ``epoch``, read-only.
 
-        The ids are sorted by random 64-bit keys of (seed, epoch). It is the keys' generator whose
-        stream is promised to stay the same over versions and machines, not a library's shuffle, so
-        that a run resumes in the same order after an upgrade. Needs 16 bytes a sample; a caller asks
-        for ids by position only, so a rule in constant memory can take this method's place.
-
-        Source: NumPy's NEP 19 (bit generators keep their stream; distributions and shuffles may not).
+        To look at a data set of moderate size: unlike the other methods it needs 8 bytes for each sample.
         """
-        whole_number("epoch", epoch, minimum=0)
-        if epoch not in self._orders:
-            order = np.arange(self.num_samples, dtype=np.int64)
-            if self.shuffle:
-                random_keys = random_numbers("order", self.num_samples, seed=self.seed, epoch=epoch)
-                order = np.argsort(random_keys, kind="stable").astype(np.int64, copy=False)
-            order.setflags(write=False)
-            self._orders.clear()
-            self._orders[epoch] = order
-        return self._orders[epoch]
+        order = self._ids(whole_number("epoch", epoch, minimum=0), 0, self.num_samples)
+        order.setflags(write=False)
+        return order
 
     def global_batch(self, position: int) -> list[int]:
         """Return the sample ids of the update that begins at ``position``, over all replicas.
@@ -126,8 +149,7 @@ class SampleOrder:
             PlanError: the position is not a whole number or lies inside an update; the message names
                 the nearest boundaries.
         """
-        epoch, begin, end = self._locate(position)
-        ids: list[int] = self.epoch_order(epoch)[begin:end].tolist()
+        ids: list[int] = self._ids(*self._locate(position)).tolist()
         return ids
 
     def window(
@@ -153,28 +175,14 @@ class SampleOrder:
             PlanError: as for `global_batch`; a replica that does not exist; a global batch that m x D
                 does not divide.
         """
-        micro_batch = whole_number("micro_batch_samples", micro_batch_samples)
-        replicas = whole_number("replicas", replicas)
-        if whole_number("replica", replica, minimum=0) >= replicas:
-            raise PlanError(
-                f"replica={replica} does not exist; with replicas={replicas} it is 0 to {replicas - 1}"
-            )
-        self._check_split(micro_batch, replicas)
+        share = ReplicaShare(micro_batch_samples=micro_batch_samples, replicas=replicas, replica=replica)
+        share.check_divides(self.global_batch_samples)
         epoch, begin, end = self._locate(position)
-        share, extra = divmod(end - begin, replicas)
-        first = begin + replica * share + min(replica, extra)
-        last = first + share + (1 if replica < extra else 0)
-        order = self.epoch_order(epoch)
-        cuts = range(first, last, micro_batch)
-        return [order[cut : min(cut + micro_batch, last)].tolist() for cut in cuts]
+        mine = share.places(begin, end)
+        return share.cut(self._ids(epoch, mine.start, mine.stop).tolist())
 
-    def _check_split(self, micro_batch: int, replicas: int) -> None:
-        samples, together = self.global_batch_samples, micro_batch * replicas
-        if samples % together:
-            raise PlanError(
-                f"global_batch_samples {samples} does not divide by micro_batch_samples {micro_batch} x "
-                f"replicas {replicas}: {show_remainder(samples, together)}; plan_batch shows what fits"
-            )
+    def _ids(self, epoch: int, first: int, last: int) -> NDArray[np.int64]:
+        return epoch_ids(self, epoch, first, last)
 
     def _locate(self, position: int) -> tuple[int, int, int]:
         """Return the epoch of a position, and where in its order the update begins and ends."""
@@ -190,6 +198,106 @@ class SampleOrder:
                 f"{boundaries}, the nearest"
             )
         return epoch, begin, end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaShare:
+    """Which part of a global batch is one replica's, and how that is cut into micro-batches.
+
+    Replicas in their order hold neighbouring parts, whose sizes differ by at most one sample.
+
+    Args:
+        micro_batch_samples: m; the last micro-batch of a part is shorter where it must be.
+        replicas: D.
+        replica: which one, 0 to D - 1.
+
+    Raises:
+        PlanError: a number is not a whole one in its bounds, or the replica does not exist.
+    """
+
+    micro_batch_samples: int
+    replicas: int
+    replica: int
+
+    def __post_init__(self) -> None:
+        set_whole_numbers(self, "micro_batch_samples", "replicas")
+        set_whole_numbers(self, "replica", minimum=0)
+        if self.replica >= self.replicas:
+            raise PlanError(
+                f"replica={self.replica} does not exist; with replicas={self.replicas} it is 0 to "
+                f"{self.replicas - 1}"
+            )
+
+    def check_divides(self, global_batch_samples: int) -> None:
+        """Raise PlanError where m x D does not divide a global batch of so many samples."""
+        together = self.micro_batch_samples * self.replicas
+        if global_batch_samples % together:
+            raise PlanError(
+                f"global_batch_samples {global_batch_samples} does not divide by micro_batch_samples "
+                f"{self.micro_batch_samples} x replicas {self.replicas}: "
+                f"{show_remainder(global_batch_samples, together)}; plan_batch shows what fits"
+            )
+
+    def places(self, begin: int, end: int) -> range:
+        """Return this replica's part of the places ``begin`` to ``end - 1``, perhaps none."""
+        share, extra = divmod(end - begin, self.replicas)
+        first = begin + self.replica * share + min(self.replica, extra)
+        return range(first, first + share + (self.replica < extra))
+
+    def cut(self, ids: list[int]) -> list[list[int]]:
+        """Cut the ids of this replica's part into its micro-batches."""
+        m = self.micro_batch_samples
+        return [ids[cut : cut + m] for cut in range(0, len(ids), m)]
+
+
+class _Shuffled(Protocol):
+    """What decides the order of an epoch."""
+
+    @property
+    def num_samples(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def shuffle(self) -> bool: ...
+
+
+def epoch_ids(order: _Shuffled, epoch: int, first: int, last: int) -> NDArray[np.int64]:
+    """Return the sample ids at the places ``first`` to ``last - 1`` of an epoch.
+
+    Args:
+        order: its ``num_samples``, ``seed`` and ``shuffle`` decide.
+        epoch: passes over the data before this one.
+        first, last: places, 0 <= first <= last <= num_samples.
+
+    Returns:
+        Shape (last - first,); in time and memory for these alone.
+    """
+    if not order.shuffle:
+        return np.arange(first, last, dtype=np.int64)
+    return epoch_permutation(order.num_samples, seed=order.seed, epoch=epoch).between(first, last)
+
+
+@lru_cache(maxsize=_HELD_PERMUTATIONS)
+def epoch_permutation(num_samples: int, *, seed: int, epoch: int, source: int = 0) -> Permutation:
+    """Return the permutation in whose order an epoch's samples come.
+
+    Args:
+        num_samples: samples of the data set, or of one source of a mixture.
+        seed: of the run.
+        epoch: passes over these samples before this one.
+        source: which source of a mixture they are; 0 where there is one data set.
+
+    Returns:
+        Place -> sample id. Its random numbers are a generator's raw stream, which is promised to stay as it
+        is over versions and machines, so that a run resumes in the same order after an upgrade.
+
+    Source: NumPy's NEP 19 (bit generators keep their stream; distributions and shuffles may not).
+    """
+
+    def draw(how_many: int) -> NDArray[np.uint64]:
+        return random_numbers("order", how_many, seed=seed, epoch=epoch, sample_id=source)
+
+    return draw_permutation(num_samples, draw)
 
 
 def random_numbers(
@@ -210,7 +318,7 @@ def random_numbers(
     Returns:
         Shape (how_many,), evenly from 0 to 2**64 - 1.
 
-    Source: NumPy's NEP 19, as for `SampleOrder.epoch_order`.
+    Source: NumPy's NEP 19, as for `epoch_permutation`.
     """
     key = np.array([seed, epoch], dtype=np.uint64)
     first = np.array([0, sample_id, STREAMS[stream], 0], dtype=np.uint64)

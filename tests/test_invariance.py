@@ -11,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ranks import run_ranks
 from wholebatch.finish import per_update
+from wholebatch.loading.reading import micro_batch
 from wholebatch.losses import next_token_loss
 from wholebatch.order import SampleOrder
 from wholebatch.plan import plan_batch
 from wholebatch.train.config import config_from_dict
 from wholebatch.train.data import load_data
 from wholebatch.train.data.tokens import BEGIN
-from wholebatch.train.loading import micro_batch
 from wholebatch.train.models.gpt import GPT, GPTShape
 from wholebatch.window import UpdateWindow
 

@@ -18,12 +18,13 @@ from jobs import Listener, built, largest_difference, parameters, run, tiny
 from ranks import run_ranks
 from runs import write_tiny
 from wholebatch.errors import PlanError, RecordError, UsageError
+from wholebatch.loading.reading import micro_batch
 from wholebatch.run_reader import read_run
 from wholebatch.train.command import train as train_command
 from wholebatch.train.config import TrainConfig, config_from_dict, config_text
 from wholebatch.train.evaluate import evaluate
 from wholebatch.train.job import JobResult, run_folder, run_job
-from wholebatch.train.loading import micro_batch, windows
+from wholebatch.train.loading import windows
 from wholebatch.train.material import Batch
 from wholebatch.train.models.gpt import GPT, GPTShape
 from wholebatch.train.optimize import make_optimizer, parameter_groups

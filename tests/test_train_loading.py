@@ -21,12 +21,14 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from wholebatch.errors import JudgeError, UsageError
+from wholebatch.loading.ahead import _end_of
+from wholebatch.loading.reading import micro_batch
 from wholebatch.losses import token_loss
 from wholebatch.order import SampleOrder
 from wholebatch.plan import BatchPlan, plan_batch
 from wholebatch.train.data import load_data
 from wholebatch.train.data.own import OwnCollation
-from wholebatch.train.loading import _end_of, micro_batch, windows
+from wholebatch.train.loading import windows
 from wholebatch.train.material import JobData
 from wholebatch.train.settings import DataConfig, ObjectiveConfig, TrainConfig
 
@@ -261,7 +263,7 @@ def test_a_worker_that_dies_ends_the_run_and_is_named() -> None:
     begin = time.monotonic()
     with pytest.raises(
         JudgeError,
-        match=r"of 2 workers .*, \d \(process \d+, killed by SIGKILL\) ended; .* data.workers",
+        match=r"of 2 workers .*, \d \(process \d+, killed by SIGKILL\) ended; .* \(data.workers of",
     ):
         read(data, 2, 9, order=order_of(data, shuffle=False))
     assert time.monotonic() - begin < 30

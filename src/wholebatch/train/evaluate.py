@@ -9,11 +9,11 @@ from time import perf_counter
 import torch
 from torch import nn
 
+from wholebatch.loading.reading import micro_batch
 from wholebatch.objective import LossSum
 from wholebatch.record import Counters, Evaluation
 from wholebatch.replay import RandomState
 from wholebatch.result import losses_by_term, whole
-from wholebatch.train.loading import micro_batch
 from wholebatch.train.material import Samples
 from wholebatch.train.parts import Job
 

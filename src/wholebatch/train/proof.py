@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wholebatch.train.loading import read
+from wholebatch.loading.reading import read_samples
 from wholebatch.train.material import Batch
 from wholebatch.train.optimize import make_optimizer
 from wholebatch.train.parts import Job
@@ -34,7 +34,7 @@ def prove_first_batch(job: Job) -> Verification:
     return verify_window(
         job.model.module,
         job.loss,
-        list(zip(ids, read(job.data.train, ids, epoch=0, seed=job.config.run.seed), strict=True)),
+        list(zip(ids, read_samples(job.data.train, ids, epoch=0, seed=job.config.run.seed), strict=True)),
         splits=[[len(ids[start : start + m]) for start in range(0, len(ids), m)]],
         make_optimizer=lambda parameters: make_optimizer(list(parameters), settings),
         clip_grad_norm=settings.clip_grad_norm or None,

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ class TokenSamples:
     ends: NDArray[np.int64]
     learned_from: NDArray[np.int32]
     labels: NDArray[np.int64]
+    draws_nothing: ClassVar[bool] = True  # for the loader, which then sets no random state
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -1,0 +1,171 @@
+"""Made ahead: what a function makes of keys, in their order, by worker processes.
+
+A worker hands over each result as one block of shared memory: tensor by tensor a long window would need
+thousands of file descriptors. A worker that ends is named, and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from wholebatch.errors import JudgeError, WholebatchError
+
+# Results that a worker may hold ready; each takes a file descriptor.
+MOST_AHEAD_PER_WORKER = 64
+
+Key = TypeVar("Key")
+Result = TypeVar("Result")
+
+
+def made_in_order(
+    make: Callable[[Key], Result], keys: Iterable[Key], *, workers: int, ahead: int, seed: int
+) -> Generator[Result]:
+    """What ``make`` makes of each key, in their order.
+
+    Close it when it is no longer needed, so that its workers end too.
+
+    Args:
+        make: called in a worker process, of which each has a copy of its own; in this one without any.
+        keys: what to make; key k goes to worker k modulo ``workers``. Drawn in this process.
+        workers: processes; 0 makes each result when it is asked for.
+        ahead: results that each worker makes before they are asked for, at most MOST_AHEAD_PER_WORKER.
+        seed: decides what a worker draws that was never seeded.
+
+    Raises:
+        WholebatchError: what ``make`` raised, when its turn comes.
+        JudgeError: a worker ended; says which and how.
+
+    Exactness: the results do not depend on ``workers``, if ``make`` keeps nothing between keys.
+    """
+    if workers == 0:
+        return (make(key) for key in keys)
+    return _read_ahead(make, keys, workers=workers, ahead=min(MOST_AHEAD_PER_WORKER, ahead), seed=seed)
+
+
+def _read_ahead(
+    make: Callable[[Key], Result], keys: Iterable[Key], *, workers: int, ahead: int, seed: int
+) -> Generator[Result]:
+    with _signal_handlers_kept(), warnings.catch_warnings():
+        # More workers than cores are the user's choice, and useful where they wait for a disk.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        loader = DataLoader(
+            _InWorker(make=make),
+            batch_size=None,
+            sampler=keys,
+            num_workers=workers,
+            prefetch_factor=ahead,
+            collate_fn=_as_it_is,
+            worker_init_fn=_begin_worker,
+            # Else the seeds of the workers would be drawn from the global generator.
+            generator=torch.Generator().manual_seed(seed % 2**63),
+        )
+        results = iter(loader)
+    try:
+        while True:
+            try:
+                packed = _next(results, workers)
+            except StopIteration:
+                return
+            if isinstance(packed, _Failure):
+                raise packed.kind(packed.message) from packed.cause
+            # These bytes come from our own worker.
+            yield pickle.loads(packed.numpy().data)
+    finally:
+        results._shutdown_workers()  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _InWorker(Dataset[Any]):
+    """In a worker: results as bytes, or the error that came up."""
+
+    make: Callable[[Any], Any]
+
+    def __getitem__(self, key: Any) -> Tensor | _Failure:
+        try:
+            packed = bytearray(pickle.dumps(self.make(key)))
+        except WholebatchError as error:
+            return _Failure.of(error)
+        return torch.frombuffer(packed, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Failure:
+    """An error on its way from a worker."""
+
+    kind: type[WholebatchError]
+    message: str
+    cause: BaseException | None
+
+    @classmethod
+    def of(cls, error: WholebatchError) -> _Failure:
+        cause = error.__cause__
+        try:
+            pickle.loads(pickle.dumps(cause))
+        except Exception:  # an exception of a class of the user's own may not travel
+            cause = RuntimeError(f"{type(cause).__name__}: {cause}")
+        return cls(kind=type(error), message=str(error), cause=cause)
+
+
+def _next(results: Any, workers: int) -> Any:
+    try:
+        return next(results)
+    except (RuntimeError, OSError, EOFError) as error:
+        for process in results._workers:
+            process.join(0.1)  # one that was killed just now may not have an exit code yet
+        ended = [
+            f"{number} (process {process.pid}, {_end_of(process.exitcode)})"
+            for number, process in enumerate(results._workers)
+            if process.exitcode is not None
+        ]
+        if not ended:
+            raise
+        raise JudgeError(
+            f"of {workers} workers that read samples, {', '.join(ended)} ended; the usual cause is memory: "
+            f"set workers (data.workers of a training job) lower, or to 0 to read in the training process"
+        ) from error
+
+
+def _end_of(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"
+
+
+def _as_it_is(made: Any) -> Any:
+    return made
+
+
+def _begin_worker(_: int) -> None:
+    # Ctrl-C reaches every process of the terminal; the training process decides when workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Leave SIGCHLD as it was.
+
+    DataLoader's handler would raise wherever the training is just then, even inside an update. A worker
+    that ended is seen when its next result is asked for.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+        yield
+        return
+    found = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, found)

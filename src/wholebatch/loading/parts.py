@@ -1,0 +1,118 @@
+"""Which samples one replica reads together, in the order of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wholebatch.errors import UsageError
+from wholebatch.loading.plans import AnyPlan, BudgetPlan
+from wholebatch.loading.reading import Part, Samples
+from wholebatch.order import Order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """One replica's parts of one global batch after the other.
+
+    Args:
+        samples: the data set.
+        order: which samples come when.
+        plan: how a global batch is cut.
+        replica: which of the plan's replicas this is.
+        lengths: tokens of each sample by its id, where a token budget cuts; None where they are found
+            while reading, and one part is all that this replica reads.
+        num_epochs: the pass before which the parts end; None for no end.
+    """
+
+    samples: Samples
+    order: Order
+    plan: AnyPlan
+    replica: int
+    lengths: NDArray[np.integer[Any]] | None = None
+    num_epochs: int | None = None
+
+    def begin_at(self, position: int) -> Iterator[Part]:
+        """The parts from a position on.
+
+        Raises:
+            UsageError: the data set has another number of samples by now than the order's ids need, or an
+                update is larger than the plan's.
+            PlanError: no global batch begins at the position.
+        """
+        num_samples = len(self.samples)
+        while self.num_epochs is None or self.order.epoch(position) < self.num_epochs:
+            self._check_length(num_samples)
+            after, epoch = self.order.next_position(position), self.order.epoch(position)
+            cuts = self._cuts(position)
+            for number, (ids, too_long) in enumerate(cuts, start=1):
+                self._check_ids(ids, num_samples)
+                yield Part(ids, epoch, position, after, number == len(cuts), too_long)
+            if not cuts:
+                yield Part((), epoch, position, after, True)
+            position = after
+
+    def per_window(self, position: int) -> int:
+        """How many parts there are in the window at a position."""
+        return len(self._cuts(position))
+
+    def _cuts(self, position: int) -> list[tuple[list[int], list[int]]]:
+        """The ids of each part of the window, and those of them that are too long for it."""
+        plan = self.plan
+        if not isinstance(plan, BudgetPlan):
+            parts = self.order.window(
+                position,
+                micro_batch_samples=plan.micro_batch_samples,
+                replicas=plan.replicas,
+                replica=self.replica,
+            )
+            if len(parts) > plan.micro_batches_per_window:
+                raise UsageError(
+                    f"the update at position {position} has {len(parts)} micro-batches on replica "
+                    f"{self.replica}, more than the plan's {plan.micro_batches_per_window}; plan the "
+                    f"global batch that the order has"
+                )
+            return [(part, []) for part in parts]
+        ids = self.order.global_batch(position)
+        if self.lengths is None:
+            share = share_of(len(ids), plan.replicas, self.replica)
+            return [(ids[share.start : share.stop], [])] if len(share) else []
+        self._check_ids(ids, len(self.lengths))
+        packing = plan.pack(self.lengths[ids].tolist())
+        if plan.equal_micro_batches and not all(packing.replicas[self.replica]):
+            raise UsageError(
+                f"the {len(ids)} samples of the update at position {position} leave replica {self.replica} "
+                f"a micro-batch without samples, which can't be collated, and equal_micro_batches needs "
+                f"it; plan a larger global batch, or tail='drop'"
+            )
+        too_long = set(packing.truncated)
+        return [
+            ([ids[place] for place in places], [ids[place] for place in places if place in too_long])
+            for places in packing.replicas[self.replica]
+        ]
+
+    def _check_ids(self, ids: list[int], num_samples: int) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < num_samples:
+            strange = min(ids) if min(ids) < 0 else max(ids)
+            raise UsageError(
+                f"the order has sample {strange}, and the data set has samples 0 to {num_samples - 1}; "
+                f"give an order over as many samples as there are"
+            )
+
+    def _check_length(self, num_samples: int) -> None:
+        if (now := len(self.samples)) != num_samples:
+            raise UsageError(
+                f"the data set had {num_samples} samples when this loop began and has {now} now, so that "
+                f"its order is another; keep it as it is while it is trained on, or build a new loader"
+            )
+
+
+def share_of(num_samples: int, replicas: int, replica: int) -> range:
+    """One replica's neighbouring places in a global batch; the first ones hold one more where need be."""
+    share, extra = divmod(num_samples, replicas)
+    first = replica * share + min(replica, extra)
+    return range(first, first + share + (replica < extra))

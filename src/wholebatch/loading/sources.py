@@ -1,0 +1,244 @@
+"""Where windows come from: samples by index, or a stream. Each gives windows and where it goes on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from wholebatch.errors import UnsupportedError, UsageError
+from wholebatch.layout import whole_number
+from wholebatch.loading.ahead import made_in_order
+from wholebatch.loading.batches import WindowBatches
+from wholebatch.loading.lengths import PackAlone
+from wholebatch.loading.parts import Parts
+from wholebatch.loading.plans import AnyPlan, BudgetPlan
+from wholebatch.loading.reading import Chosen, Collate, MapReader, collated
+from wholebatch.loading.stream import (
+    Arrival,
+    Ask,
+    CopyState,
+    Cursor,
+    Share,
+    StreamReader,
+    arrival_id,
+    arrivals,
+)
+from wholebatch.order import format_digest, sample_digest
+from wholebatch.replay import random_state_kept
+
+# Samples that a worker reads from its copy of a stream before the next worker has its turn.
+_BLOCK_SAMPLES = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MapSource:
+    """Windows of a map-style data set, from any position on.
+
+    Args:
+        parts: which samples come when.
+        reader: makes micro-batches of them.
+        workers: processes that read ahead.
+    """
+
+    parts: Parts
+    reader: MapReader
+    workers: int
+
+    def begin(self, position: int) -> int:
+        """A place to begin at: the position itself."""
+        self.parts.order.next_position(position)
+        return position
+
+    def is_at_end(self, position: int) -> bool:
+        """Whether no window is left."""
+        last = self.parts.num_epochs
+        return last is not None and self.parts.order.epoch(position) >= last
+
+    def windows(self, position: int) -> Generator[tuple[WindowBatches, int]]:
+        """Windows, each with the position after it."""
+        made = made_in_order(
+            self.reader,
+            self.parts.begin_at(position),
+            workers=self.workers,
+            ahead=self._ahead(position) if self.workers else 0,
+            seed=self.reader.seed + position,
+        )
+        with closing(made):
+            batches: list[Any] = []
+            sample_ids: list[int] = []
+            left_out: list[int] = []
+            for one in made:
+                batches += one.batches
+                sample_ids += one.sample_ids
+                left_out += one.left_out
+                part = one.part
+                if part.ends_window:
+                    window = WindowBatches(
+                        batches,
+                        sample_ids=sample_ids,
+                        left_out=left_out,
+                        position=part.position,
+                        epoch=part.epoch,
+                    )
+                    batches, sample_ids, left_out = [], [], []
+                    yield window, part.next_position
+
+    def _ahead(self, position: int) -> int:
+        """So many results for each worker that the next window is read while this one runs."""
+        return (
+            1 if self.is_at_end(position) else max(2, -(-self.parts.per_window(position) // self.workers))
+        )
+
+    def save(self, position: int) -> dict[str, Any]:
+        """Plain values that say where to go on, and with what."""
+        return {
+            "position": position,
+            "num_samples": len(self.parts.samples),
+            "seed": self.reader.seed,
+            "next_global_batch": format_digest(sample_digest(self.parts.order.global_batch(position))),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> int:
+        """The position of a state.
+
+        Raises:
+            UsageError: the state is of another data set, seed or order.
+        """
+        position = whole_number("position", state["position"], minimum=0)
+        self.begin(position)
+        for name, now in self.save(position).items():
+            if state[name] != now:
+                raise UsageError(
+                    f"the state was saved with {name} {state[name]!r}, and it is {now!r} now, so that "
+                    f"other samples would come; give the loader the data set, order and seed that it had"
+                )
+        return position
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamSource:
+    """Windows of a stream, from where it was saved on.
+
+    Args:
+        dataset: an iterable, or a function without arguments that returns one.
+        plan: how much of it makes a global batch, and how that is cut.
+        replica: which of the plan's replicas this is.
+        collate: makes a micro-batch of chosen samples, in this process.
+        share: how much of a global batch this replica takes.
+        seed: of the run.
+        workers: processes that read copies of the stream.
+        pack: cuts a window's samples under a token budget; None where m cuts them.
+    """
+
+    dataset: Any
+    plan: AnyPlan
+    replica: int
+    collate: Collate
+    share: Share
+    seed: int
+    workers: int
+    pack: PackAlone | None = None
+
+    def begin(self, position: int) -> Cursor:
+        """The place at the begin of the stream."""
+        if position:
+            raise UsageError(
+                f"position={position} of a stream can't be found without reading all before it; use "
+                f"load_state_dict"
+            )
+        return Cursor(copies=(CopyState(),) * max(1, self.workers))
+
+    def is_at_end(self, cursor: Cursor) -> bool:
+        """Whether every copy has ended."""
+        return all(one.ended for one in cursor.copies)
+
+    def windows(self, cursor: Cursor) -> Generator[tuple[WindowBatches, Cursor]]:
+        """Windows, each with the place after it."""
+        reader = StreamReader(
+            self.dataset, cursor, seed=self.seed, replica=self.replica, replicas=self.plan.replicas
+        )
+        in_share = self.share.num_samples or _BLOCK_SAMPLES
+        ahead = max(2, 1 + -(-in_share // (self._block_samples * max(1, self.workers))))
+        made = made_in_order(
+            reader, self._asks(cursor), workers=self.workers, ahead=ahead, seed=self.seed + self.replica
+        )
+        with closing(made):
+            found = arrivals(made, cursor)
+            for window in self.share.windows(found, self.plan.replicas, self.replica):
+                first = window[0].after.samples - 1
+                yield self._collated(window, first), window[-1].after
+
+    @property
+    def _block_samples(self) -> int:
+        """Samples of a block: in this process exactly a share where that is known, to wait for no more."""
+        share = self.share.num_samples
+        if share is None:
+            return _BLOCK_SAMPLES
+        return share if self.workers == 0 else min(share, _BLOCK_SAMPLES)
+
+    def _asks(self, cursor: Cursor) -> Iterator[Ask]:
+        # Whoever asks first gets worker 0; where another is in turn, those before it are passed over.
+        passed_over = [Ask(0)] * cursor.turn
+        first = Ask(max(self._block_samples, cursor.used))
+        return itertools.chain(passed_over, [first], itertools.repeat(Ask(self._block_samples)))
+
+    def _collated(self, window: list[Arrival], first: int) -> WindowBatches:
+        replicas = self.plan.replicas
+        chosen: Chosen = [
+            (arrival_id(first + number, replicas, self.replica), arrival.sample)
+            for number, arrival in enumerate(window)
+        ]
+        with random_state_kept(host_alone=True):
+            groups = [group for group in self._cut(chosen) if group]
+            batches = [collated(None, self.collate, group, epoch=0, seed=self.seed) for group in groups]
+        return WindowBatches(
+            batches, sample_ids=[index for group in groups for index, _ in group], position=first
+        )
+
+    def _cut(self, chosen: Chosen) -> list[Chosen]:
+        if self.pack is not None:
+            return self.pack(chosen)
+        assert not isinstance(self.plan, BudgetPlan)
+        m = self.plan.micro_batch_samples
+        return [chosen[start : start + m] for start in range(0, len(chosen), m)]
+
+    def save(self, cursor: Cursor) -> dict[str, Any]:
+        """Plain values that say where to go on, and with what.
+
+        Raises:
+            UnsupportedError: the stream tells no state.
+        """
+        if cursor.samples and not cursor.tells_state:
+            raise UnsupportedError(
+                f"a run over this {type(self.dataset).__name__} can't be resumed exactly: it has no "
+                f"state_dict() and load_state_dict(state), as torchdata's StatefulDataLoader asks for; "
+                f"give the stream both, or use a map-style data set, which resumes by position"
+            )
+        return {
+            "cursor": asdict(cursor),
+            "seed": self.seed,
+            "replicas": self.plan.replicas,
+            "replica": self.replica,
+            "copies": len(cursor.copies),
+            # With one copy the order of arrival does not depend on its blocks.
+            "block_samples": self._block_samples if self.workers > 1 else None,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> Cursor:
+        """The place of a state.
+
+        Raises:
+            UsageError: the state is of another replica, seed or number of workers.
+        """
+        for name, now in self.save(self.begin(0)).items():
+            if name != "cursor" and state[name] != now:
+                raise UsageError(
+                    f"the state of the stream was saved with {name} {state[name]!r}, and it is {now!r} "
+                    f"now, so that other samples would come; give the loader the replica, replicas, seed, "
+                    f"global batch and workers that it had"
+                )
+        cursor = dict(state["cursor"])
+        return Cursor(**cursor | {"copies": tuple(CopyState(**one) for one in cursor["copies"])})

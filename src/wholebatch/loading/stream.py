@@ -1,0 +1,283 @@
+"""Windows of a stream: samples in the order in which they arrive, as many as a replica's share.
+
+Each worker reads a copy of the stream, block by block; the blocks take turns, so that the order of arrival
+is the same every time. A block ends with the state of the stream, where it has one, so that a run resumes
+at any sample: from the state before its block, and with the samples of it that were used passed over.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch.utils.data import get_worker_info
+
+from wholebatch.errors import JudgeError, UsageError
+from wholebatch.layout import whole_number
+from wholebatch.loading.reading import naming, seed_for
+from wholebatch.replay import random_state_kept
+
+
+class Ask(NamedTuple):
+    """What a worker is asked for.
+
+    Attributes:
+        num_samples: of the block, at most; 0 to pass over a worker's turn.
+    """
+
+    num_samples: int
+
+
+class Block(NamedTuple):
+    """Samples that follow each other in one copy of a stream.
+
+    Attributes:
+        samples: fewer than were asked for at the end of the stream.
+        ended: whether the stream ended.
+        state: of the stream after them; None where it tells none.
+        passed_over: whether none were asked for.
+    """
+
+    samples: list[Any]
+    ended: bool
+    state: Any
+    passed_over: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyState:
+    """Where one copy of the stream stands between two of its blocks.
+
+    Attributes:
+        state: what the stream itself told; None at its begin.
+        samples: that were read from it.
+        ended: whether there are none left.
+    """
+
+    state: Any = None
+    samples: int = 0
+    ended: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cursor:
+    """A place in the order of arrival.
+
+    Attributes:
+        copies: where each worker's copy stands before the block that is in use or comes next.
+        turn: the worker whose block that is.
+        used: samples of that block that were used.
+        samples: samples of this replica before this place.
+        tells_state: whether the stream told its state, without which nobody finds this place again.
+    """
+
+    copies: tuple[CopyState, ...]
+    turn: int = 0
+    used: int = 0
+    samples: int = 0
+    tells_state: bool = True
+
+
+class StreamReader:
+    """One copy of the stream, in the process that reads it.
+
+    Args:
+        dataset: an iterable, or a function without arguments that returns one.
+        cursor: where to begin.
+        seed: of the run; with the number of a sample in its copy it decides what is drawn for it.
+        replica, replicas: which replica of how many this is.
+    """
+
+    def __init__(self, dataset: Any, cursor: Cursor, *, seed: int, replica: int, replicas: int) -> None:
+        self._dataset = dataset
+        self._cursor = cursor
+        self._seed = seed
+        self._replica = replica
+        self._replicas = replicas
+        self._worker: int | None = None  # which copy this is, once it is asked
+        self._iterator: Iterator[Any] | None = None
+        self._sources: dict[str, Any] = {}  # what tells the state
+        self._samples = 0
+        self._ended = False
+
+    def __call__(self, ask: Ask) -> Block:
+        """The next samples.
+
+        Raises:
+            JudgeError: the stream failed, or can't go on from its state; names the sample.
+        """
+        if ask.num_samples == 0:
+            return Block([], False, None, True)
+        with random_state_kept(host_alone=True):
+            if self._worker is None:
+                self._open()
+            samples = list(self._read(ask.num_samples))
+            state = self._state()
+        return Block(samples, self._ended, state, False)
+
+    def _open(self) -> None:
+        info = get_worker_info()
+        self._worker = 0 if info is None else info.id
+        start = self._cursor.copies[self._worker]
+        self._samples, self._ended = start.samples, start.ended
+        if self._ended:
+            return
+        self._seed_next()
+        with naming(f"opening the stream{self._where()} failed"):
+            dataset = self._dataset if hasattr(self._dataset, "__iter__") else self._dataset()
+            if start.state is not None and "dataset" in start.state:
+                dataset.load_state_dict(start.state["dataset"])
+            self._iterator = iterator = iter(dataset)
+            if start.state is not None and "iterator" in start.state:
+                iterator.load_state_dict(start.state["iterator"])
+        self._sources = {"dataset": dataset} if has_state(dataset) else {}
+        # As StatefulDataLoader does: the iterator may tell a state of its own.
+        if iterator is not dataset and has_state(iterator):
+            self._sources["iterator"] = iterator
+
+    def _state(self) -> dict[str, Any] | None:
+        """What the stream tells of itself now; None where it tells nothing."""
+        with naming(f"the state_dict of the stream{self._where()} failed"):
+            found = {name: copy.deepcopy(source.state_dict()) for name, source in self._sources.items()}
+        return found or None
+
+    def _read(self, num_samples: int) -> Iterator[Any]:
+        for _ in range(num_samples):
+            if self._ended:
+                return
+            assert self._iterator is not None
+            self._seed_next()
+            with naming(f"reading sample {self._samples} of the stream{self._where()} failed"):
+                try:
+                    sample = next(self._iterator)
+                except StopIteration:
+                    self._ended = True
+                    return
+            self._samples += 1
+            yield sample
+
+    def _seed_next(self) -> None:
+        """Let what is drawn depend on the seed, the sample, the copy and the replica."""
+        assert self._worker is not None
+        copies = len(self._cursor.copies)
+        number = (self._samples * copies + self._worker) * self._replicas + self._replica
+        seed_for(self._seed, 0, number)
+
+    def _where(self) -> str:
+        of_worker = f" in worker {self._worker}" if len(self._cursor.copies) > 1 else ""
+        return of_worker + (f" of replica {self._replica}" if self._replicas > 1 else "")
+
+
+class Arrival(NamedTuple):
+    """A sample of the stream, and the place after it."""
+
+    sample: Any
+    after: Cursor
+
+
+def arrivals(blocks: Iterator[Block], cursor: Cursor) -> Iterator[Arrival]:
+    """The samples of all copies in their order, from a place on.
+
+    Args:
+        blocks: of the copies in turn, from that of ``cursor.turn`` on.
+        cursor: the place; samples of its block that were used are passed over.
+
+    Raises:
+        JudgeError: the stream ends before that place.
+    """
+    for block in blocks:
+        if block.passed_over:
+            continue
+        held = len(block.samples)
+        if held < cursor.used:
+            read = cursor.copies[cursor.turn].samples
+            raise JudgeError(
+                f"{read + cursor.used} samples of the stream were used before, and now it ends after "
+                f"{read + held}; it is not the stream that was saved"
+            )
+        for used in range(cursor.used + 1, held + 1):
+            samples = cursor.samples + 1
+            cursor = replace(cursor, used=used, samples=samples, tells_state=block.state is not None)
+            yield Arrival(block.samples[used - 1], cursor if used < held else _after(cursor, block))
+        cursor = _after(cursor, block)
+        if all(one.ended for one in cursor.copies):
+            return
+
+
+def _after(cursor: Cursor, block: Block) -> Cursor:
+    """The place behind a block."""
+    copies = list(cursor.copies)
+    read = copies[cursor.turn].samples + len(block.samples)
+    copies[cursor.turn] = CopyState(state=block.state, samples=read, ended=block.ended)
+    return replace(cursor, copies=tuple(copies), turn=(cursor.turn + 1) % len(copies), used=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """How much of a stream one replica takes for a global batch.
+
+    Args:
+        num_samples: at most; None where items bound it.
+        num_items: at most, of whole samples; None where samples bound it.
+        items_of: items of a sample, where items bound it.
+    """
+
+    num_samples: int | None = None
+    num_items: int | None = None
+    items_of: Callable[[Any], int] | None = None
+
+    def windows(self, found: Iterator[Arrival], replicas: int, replica: int) -> Iterator[list[Arrival]]:
+        """Windows in the order of arrival; the last is what is left, and is smaller.
+
+        Raises:
+            UsageError: one sample has more items than the share.
+        """
+        window: list[Arrival] = []
+        held = 0
+        for arrival in found:
+            size = 1
+            if self.items_of is not None:
+                size = self._items(arrival, replicas, replica)
+            if window and held + size > self._most:
+                yield window
+                window, held = [], 0
+            window.append(arrival)
+            held += size
+            if held == self._most:
+                yield window
+                window, held = [], 0
+        if window:
+            yield window
+
+    @property
+    def _most(self) -> int:
+        most = self.num_samples if self.num_items is None else self.num_items
+        assert most is not None
+        return most
+
+    def _items(self, arrival: Arrival, replicas: int, replica: int) -> int:
+        assert self.items_of is not None
+        index = arrival_id(arrival.after.samples - 1, replicas, replica)
+        with naming(f"items(sample) of sample {index} failed"):
+            found = self.items_of(arrival.sample)
+        size = whole_number(f"items(sample) of sample {index}", found, minimum=0)
+        if size > self._most:
+            raise UsageError(
+                f"sample {index} has {size} items, more than this replica's share of {self._most} of a "
+                f"global batch; raise global_batch_items, or shorten the sample"
+            )
+        return size
+
+
+def arrival_id(number: int, replicas: int, replica: int) -> int:
+    """The id of a replica's sample number ``number`` (from 0): no two replicas give the same."""
+    return number * replicas + replica
+
+
+def has_state(source: Any) -> bool:
+    """Whether a stream tells its state and can go on from one."""
+    return callable(getattr(source, "state_dict", None)) and callable(
+        getattr(source, "load_state_dict", None)
+    )

@@ -1,0 +1,313 @@
+"""Cut samples into padded micro-batches: positions = longest x samples.
+
+Only cuts of the samples *sorted by length* are looked at, and nothing is lost by that. Take any
+micro-batches, longest first, and refill them from the sorted samples in the same sizes: those after
+the first i hold no longer samples than before, so no micro-batch gets longer, none dearer, and none
+over the budget. What is left to choose is where to cut and who gets what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from math import isqrt
+
+import numpy as np
+
+from wholebatch.packing.balance import deal
+from wholebatch.packing.cost import LARGEST_COST, Samples, Whole
+from wholebatch.packing.wanted import Candidate, Group, Wanted, candidate
+
+# Numbers that the search for the cheapest cuts looks at, at most: beyond that it looks near the even cuts
+# only, several times, and among still more micro-batches, where next to no padding is left, not at all.
+_WORK, _NEAR_MICRO_BATCHES, _NEAR_ROUNDS = 150_000, 2048, 3
+# Samples up to which the best number of micro-batches is searched exactly.
+_EXACT_SAMPLES = 4096
+_BISECTIONS, _BISECTIONS_OF_MANY = 24, 10
+# How much dearer than in the most even cuts, in percent, a micro-batch of the cheapest cuts may be.
+_LIMITS = (0, 10)
+# A slowest replica within one part in so many of the least that there can be is not searched further.
+_GOOD_ENOUGH = 1000
+# Times that the micro-batches of some cuts are dealt, with the cuts moved between.
+_DEALS = 3
+_MOVES, _MOVES_PER_REPLICA = 32, 4
+_MOVED = (1, 2, 3, 5, 8, 16)
+
+Cuts = list[int]  # the first sample of each micro-batch, and the number of samples at the end
+
+
+def most_samples(samples: Samples) -> Whole:
+    """Return how many samples a micro-batch may have that begins with each; 1 beyond the budget."""
+    return np.maximum(samples.budget // samples.lengths, 1)
+
+
+def fewest_cuts(samples: Samples) -> Cuts:
+    """Return the cuts into the fewest micro-batches: each takes what the budget allows, longest first."""
+    return _greedy((np.arange(len(samples.lengths)) + most_samples(samples)).tolist())
+
+
+def even_cuts(samples: Samples, micro_batches: int) -> Cuts:
+    """Return the cuts into at most so many micro-batches of which the dearest is as cheap as can be."""
+    most, costs, places = most_samples(samples), samples.costs, np.arange(len(samples.lengths))
+    low, high = int(costs[0]), int((costs * np.minimum(most, len(places) - places)).max())
+    found = _greedy((places + most).tolist())
+    for _ in range(_BISECTIONS if len(places) <= _EXACT_SAMPLES else _BISECTIONS_OF_MANY):
+        if low >= high:
+            break
+        limit = (low + high) // 2
+        cuts = _greedy((places + np.minimum(most, limit // costs)).tolist())
+        if len(cuts) - 1 <= micro_batches:
+            found, high = cuts, limit
+        else:
+            low = limit + 1
+    return found
+
+
+def cheapest_cuts(samples: Samples, limit: int, start: Cuts) -> Cuts:
+    """Return the cuts into as many micro-batches as ``start`` has that cost least together.
+
+    ``cost(k, j) = min over i < j of cost(k - 1, i) + base + (j - i) x cost of sample i``, for each k
+    only over the places j that k micro-batches reach and from where the others reach the end. Exact up to
+    some hundred samples, and the best near ``start`` beyond.
+
+    Args:
+        samples: longest first.
+        limit: the largest cost of one micro-batch; those of ``start`` are within it.
+        start: some cuts within the budget.
+    """
+    num_samples, micro_batches = len(samples.lengths), len(start) - 1
+    if micro_batches > _NEAR_MICRO_BATCHES:
+        return start
+    most = np.minimum(most_samples(samples), (limit - samples.base) // samples.costs)
+    ranges = _ranges((np.arange(num_samples) + most).tolist(), micro_batches)
+    if sum(len(before) * len(after) for before, after in pairwise(ranges)) <= _WORK:
+        return _cheapest_within(samples, most, ranges)
+    cuts, near = start, isqrt(_WORK // micro_batches) // 2
+    for _ in range(_NEAR_ROUNDS):
+        narrow = [
+            range(max(each.start, cut - near), min(each.stop, cut + near + 1))
+            for each, cut in zip(ranges, cuts, strict=True)
+        ]
+        found = _cheapest_within(samples, most, narrow)
+        if found == cuts:
+            break
+        cuts = found
+    return cuts
+
+
+def _cheapest_within(samples: Samples, most: Whole, ranges: list[range]) -> Cuts:
+    """Return the cheapest cuts of which each lies in its range."""
+    cost, origins = np.zeros(1, dtype=np.int64), []
+    for before, after in pairwise(ranges):
+        starts = np.arange(before.start, before.stop)
+        widths = np.arange(after.start, after.stop)[:, None] - starts
+        fits = (widths > 0) & (widths <= most[starts])
+        summed = np.where(fits, cost + widths * samples.costs[starts], LARGEST_COST)
+        origin = summed.argmin(axis=1)
+        origins.append(origin)
+        cost = np.minimum(summed[np.arange(len(origin)), origin], LARGEST_COST)
+    found = [ranges[-1].start]
+    for (before, after), origin in zip(reversed([*pairwise(ranges)]), reversed(origins), strict=True):
+        found.append(before.start + int(origin[found[-1] - after.start]))
+    return found[::-1]
+
+
+def _ranges(following: list[int], micro_batches: int) -> list[range]:
+    """Return between which places the k-th cut has to lie, for all k."""
+    num_samples = len(following)
+    needed = [0] * (num_samples + 1)  # micro-batches from each place to the end, at least
+    for place in range(num_samples - 1, -1, -1):
+        needed[place] = 1 + needed[min(following[place], num_samples)]
+    highest = [0]
+    while len(highest) <= micro_batches:
+        last = highest[-1]
+        highest.append(num_samples if last == num_samples else min(following[last], num_samples))
+    found, place = [], 0
+    for cuts, high in enumerate(highest):
+        left = micro_batches - cuts
+        place = max(place, cuts)
+        while needed[place] > left:
+            place += 1
+        # No micro-batch is empty: as many samples are left as there are micro-batches.
+        found.append(range(place, min(high, num_samples - left) + 1))
+    return found
+
+
+def cheapest_number(samples: Samples) -> int:
+    """Return into how many micro-batches the samples are cut where their cost together is least.
+
+    Exact up to 4,096 samples; of more, the best of some even ones.
+    """
+    num_samples, costs, most = len(samples.lengths), samples.costs, most_samples(samples)
+    if num_samples > _EXACT_SAMPLES:
+        return _about_cheapest_number(samples)
+    least, number = np.zeros(num_samples + 1, dtype=np.int64), [0] * (num_samples + 1)
+    first = 0
+    for end in range(1, num_samples + 1):
+        while first + most[first] < end:
+            first += 1
+        starts = np.arange(first, end)
+        summed = least[first:end] + (end - starts) * costs[first:end]
+        best = int(summed.argmin())
+        least[end] = summed[best] + samples.base
+        number[end] = number[first + best] + 1
+    return number[-1]
+
+
+def _about_cheapest_number(samples: Samples) -> int:
+    places, costs, most = np.arange(len(samples.lengths)), samples.costs, most_samples(samples)
+    largest = int((costs * np.minimum(most, len(places) - places)).max())
+    found: list[tuple[int, int]] = []
+    for quarters in range(4, 65):
+        sizes = np.maximum(np.minimum(most, 4 * largest // quarters // costs), 1)
+        cuts = np.array(_greedy((places + sizes).tolist()))
+        number = len(cuts) - 1
+        found.append(
+            (int(((cuts[1:] - cuts[:-1]) * costs[cuts[:-1]]).sum()) + number * samples.base, number)
+        )
+        if found[-1] > found[0] or (len(found) > 1 and found[-1] > found[-2]):
+            break
+    return min(found)[1]
+
+
+def _greedy(following: list[int]) -> Cuts:
+    cuts, where, end = [0], 0, len(following)
+    while where < end:
+        where = following[where]
+        cuts.append(min(where, end))
+    return cuts
+
+
+def split_to(samples: Samples, cuts: Cuts, micro_batches: int) -> Cuts:
+    """Return the cuts with more of them, each where it saves most; at most one for each sample."""
+    num_samples, cuts = len(samples.lengths), list(cuts)
+    if micro_batches >= num_samples:
+        return list(range(num_samples + 1))
+    while len(cuts) - 1 < micro_batches:
+        starts, ends = np.array(cuts[:-1]), np.array(cuts[1:])
+        waste = (ends - starts) * samples.costs[starts] - (ends - starts) * samples.costs[ends - 1]
+        waste[ends - starts == 1] = -1
+        widest = int(waste.argmax())
+        start, end = cuts[widest], cuts[widest + 1]
+        inner = np.arange(start + 1, end)
+        saved = (end - inner) * (samples.costs[start] - samples.costs[inner])
+        cuts.insert(widest + 1, int(inner[saved.argmax()]))
+    return cuts
+
+
+def move_cuts(samples: Samples, cuts: Cuts, shares: list[list[int]]) -> Cuts:
+    """Let the slowest replica give samples to the neighbours of its micro-batches while its cost falls.
+
+    Who has which micro-batch stays; a micro-batch gives its last samples to the next one in the order of
+    length, or its first ones to the one before.
+    """
+    cuts, costs, base = list(cuts), samples.costs.tolist(), samples.base
+    most = most_samples(samples).tolist()
+    owner = {group: replica for replica, share in enumerate(shares) for group in share}
+    prices = [base + (end - start) * costs[start] for start, end in pairwise(cuts)]
+    loads = [sum(prices[group] for group in share) for share in shares]
+    for _ in range(_MOVES + _MOVES_PER_REPLICA * len(shares)):
+        slow = max(range(len(loads)), key=lambda each: (loads[each], -each))
+        best, found = loads[slow], None
+        for group in shares[slow]:
+            for move in _moves(cuts, group, most):
+                other, first, sizes = move
+                kept, grown = base + sizes[0] * costs[first[0]], base + sizes[1] * costs[first[1]]
+                fallen = loads[slow] - prices[group] + kept
+                risen = (fallen if owner[other] == slow else loads[owner[other]]) + grown - prices[other]
+                worst = risen if owner[other] == slow else max(fallen, risen)
+                if worst < best:
+                    best, found = worst, (group, move, (kept, grown))
+        if found is None:
+            break
+        group, (other, first, _), new = found
+        cuts[max(group, other)] = max(first)
+        for each, price in zip((group, other), new, strict=True):
+            loads[owner[each]] += price - prices[each]
+            prices[each] = price
+    return cuts
+
+
+def _moves(
+    cuts: Cuts, group: int, most: list[int]
+) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
+    """Yield the other micro-batch, and first sample and size of both, of what the budget allows."""
+    start, end = cuts[group], cuts[group + 1]
+    for moved in _MOVED:
+        if moved >= end - start:
+            return
+        if group + 2 < len(cuts):
+            first, size = end - moved, cuts[group + 2] - end + moved
+            if size <= most[first]:
+                yield group + 1, (start, first), (end - start - moved, size)
+        if group:
+            first, size = cuts[group - 1], start + moved - cuts[group - 1]
+            if size <= most[first]:
+                yield group - 1, (start + moved, first), (end - start - moved, size)
+
+
+def padded_candidates(samples: Samples, wanted: Wanted, fewest: int) -> Iterator[Candidate]:
+    """Yield ways to cut and deal; ``fewest`` micro-batches are needed at least."""
+    costs, base = samples.costs.tolist(), samples.base
+    most_free = None if base else wanted.replicas * wanted.per_replica(fewest)
+
+    def price(group: Group) -> int:
+        return base + len(group) * costs[group[0]] if group else base
+
+    best: Candidate | None = None
+    for micro_batches in _numbers(samples, wanted, fewest):
+        most = wanted.per_replica(micro_batches) if wanted.equal else None
+        even = split_to(samples, even_cuts(samples, micro_batches), micro_batches)
+        for cuts in _all_cuts(samples, even, evenly=wanted.replicas > 1):
+            prices = [price(range(start, end)) for start, end in pairwise(cuts)]
+            if best is not None and sum(prices) > best.rank[1] * wanted.replicas:
+                continue  # no deal makes the slowest cheaper than the mean
+            for found in _dealt(samples, cuts, wanted, most):
+                now = candidate(found, wanted, price, most_free)
+                yield now
+                best = now if best is None or now.rank < best.rank else best
+                least = max(sum(prices) // wanted.replicas, base + costs[0])
+                if best.rank[1] <= least + least // _GOOD_ENOUGH:
+                    break
+            assert best is not None
+            if best.rank[1] <= least + least // _GOOD_ENOUGH:
+                break
+
+
+def _dealt(samples: Samples, cuts: Cuts, wanted: Wanted, most: int | None) -> Iterator[list[list[Group]]]:
+    """Yield the micro-batches of each replica, and those after the slowest gave samples away."""
+    for _ in range(_DEALS if wanted.replicas > 1 else 1):
+        groups = [range(start, end) for start, end in pairwise(cuts)]
+        prices = [samples.base + len(group) * int(samples.costs[group.start]) for group in groups]
+        shares = deal(prices, wanted.replicas, most)
+        yield [[groups[number] for number in share] for share in shares]
+        moved = move_cuts(samples, cuts, shares)
+        if moved == cuts:
+            return
+        cuts = moved
+
+
+def _numbers(samples: Samples, wanted: Wanted, fewest: int) -> list[int]:
+    """Return the numbers of micro-batches to try, none below the fewest nor above the samples."""
+    least = wanted.per_replica(fewest)
+    if not samples.base:
+        tried = [wanted.replicas * least]
+    else:
+        cheapest = cheapest_number(samples)
+        below = max(least, cheapest // (wanted.replicas * wanted.multiple) * wanted.multiple)
+        tried = [] if wanted.equal else [max(fewest, cheapest)]
+        tried += [wanted.replicas * below, wanted.replicas * (below + wanted.multiple)]
+        tried += [] if wanted.equal else [fewest]
+    return list(dict.fromkeys(min(number, len(samples.lengths)) for number in tried))
+
+
+def _all_cuts(samples: Samples, even: Cuts, *, evenly: bool) -> Iterator[Cuts]:
+    """Yield the cheapest cuts and the most even ones, and cuts between the two."""
+    cheapest = cheapest_cuts(samples, LARGEST_COST, even)
+    yield cheapest
+    if evenly and cheapest is not even:
+        dearest = max((end - start) * int(samples.costs[start]) for start, end in pairwise(even))
+        dearest += samples.base
+        yield even
+        for more in _LIMITS:
+            yield cheapest_cuts(samples, dearest + dearest * more // 100, even)

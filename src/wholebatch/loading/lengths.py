@@ -114,6 +114,7 @@ class PackAlone:
         lengths = [self._length(index, sample) for index, sample in chosen]
         refuse_too_long(lengths, self.plan, ids=[index for index, _ in chosen])
         packing = self.plan.pack(lengths, replicas=1)
+        chosen = list(chosen)
         for place in packing.truncated:
             assert self.cut_short is not None
             index, sample = chosen[place]

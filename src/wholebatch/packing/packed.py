@@ -18,10 +18,10 @@ from wholebatch.packing.balance import PARTNERS, deal
 from wholebatch.packing.cost import Samples
 from wholebatch.packing.wanted import Candidate, Group, Wanted, candidate, round_up
 
-# Comparisons of a pair of replicas at most, and pairs: beyond that rows are so many that they even out.
-_COMPARED, _PAIRS, _PAIRS_PER_REPLICA = 20_000, 64, 8
-# A slowest replica within one part in so many of the mean, in the fewest rows, is not searched further.
-_EVEN_ENOUGH = 10_000
+# Samples compared with rows at most, in all exchanges together: among more rows, dealing evens them out.
+_COMPARED = 10_000
+# A slowest replica within one part in so many of the least that there can be is not searched further.
+_GOOD_ENOUGH = 1000
 
 Rows = list[list[int]]  # places of samples among all, longest first
 
@@ -102,10 +102,10 @@ def packed_candidates(samples: Samples, wanted: Wanted, fewest: int) -> Iterator
     has_empty = any(not group for share in first.shares for group in share)
     if not wanted.equal or not has_empty or sum(map(len, first.shares)) > num_samples:
         yield first
-        if first.rank[0] == 0 and first.rank[3] <= wanted.replicas * wanted.per_replica(fewest):
-            slowest, total = first.rank[1:3]
-            if slowest * wanted.replicas <= total + total // _EVEN_ENOUGH:
-                return
+        least = max(first.rank[2] // wanted.replicas, base + costs[0])
+        in_fewest = first.rank[3] <= wanted.replicas * wanted.per_replica(fewest)
+        if in_fewest and first.rank[1] <= least + least // _GOOD_ENOUGH:
+            return
     filled = best_fit(range(num_samples), lengths, samples.budget)
     per_replica = wanted.per_replica(len(filled))
     num_rows = min(num_samples, wanted.replicas * per_replica)
@@ -128,10 +128,15 @@ def exchange_samples(samples: Samples, rows: Rows, shares: list[list[int]]) -> N
     loads = [
         sum(samples.base + sum(costs[place] for place in rows[row]) for row in share) for share in shares
     ]
-    for _ in range(_PAIRS + _PAIRS_PER_REPLICA * len(shares)):
+    compared = 0
+    while compared < _COMPARED:
         order = sorted(range(len(shares)), key=lambda each: (loads[each], each))
         slow = max(range(len(shares)), key=lambda each: (loads[each], -each))
+        num_given = sum(len(rows[row]) for row in shares[slow])
         for fast in order[:PARTNERS]:
+            compared += num_given * len(shares[fast])
+            if compared > _COMPARED:
+                return
             gap = loads[slow] - loads[fast]
             found = _best_exchange(samples, (costs, lengths), rows, (shares[slow], shares[fast]), gap)
             if found is not None:
@@ -157,9 +162,6 @@ def _best_exchange(
 ) -> tuple[int, int, int, int] | None:
     """Return row and sample that the slow replica gives, and row and sample that it takes."""
     costs, lengths = values
-    num_given = sum(len(rows[row]) for row in pair[0])
-    if num_given * len(pair[1]) > _COMPARED:
-        return None
     rooms = [samples.budget - sum(lengths[place] for place in rows[row]) for row in pair[1]]
     best, gain = None, 0
     for giver in pair[0]:

@@ -46,21 +46,36 @@ def fewest_cuts(samples: Samples) -> Cuts:
     return _greedy((np.arange(len(samples.lengths)) + most_samples(samples)).tolist())
 
 
-def even_cuts(samples: Samples, micro_batches: int) -> Cuts:
-    """Return the cuts into at most so many micro-batches of which the dearest is as cheap as can be."""
+def least_dearest(samples: Samples, micro_batches: int) -> int:
+    """Return what the dearest of so many micro-batches costs at least, without its base."""
     most, costs, places = most_samples(samples), samples.costs, np.arange(len(samples.lengths))
     low, high = int(costs[0]), int((costs * np.minimum(most, len(places) - places)).max())
-    found = _greedy((places + most).tolist())
     for _ in range(_BISECTIONS if len(places) <= _EXACT_SAMPLES else _BISECTIONS_OF_MANY):
         if low >= high:
             break
         limit = (low + high) // 2
-        cuts = _greedy((places + np.minimum(most, limit // costs)).tolist())
-        if len(cuts) - 1 <= micro_batches:
-            found, high = cuts, limit
+        if len(_greedy((places + np.minimum(most, limit // costs)).tolist())) - 1 <= micro_batches:
+            high = limit
         else:
             low = limit + 1
-    return found
+    return high
+
+
+def spread_cuts(samples: Samples, following: list[int], micro_batches: int) -> Cuts:
+    """Return cuts at even shares of the padded cost, moved to where the rest can still be cut.
+
+    ``following`` is the farthest end of a micro-batch that begins with each sample.
+    """
+    num_samples = len(following)
+    full = np.array(_greedy(following))
+    prices = (full[1:] - full[:-1]) * samples.costs[full[:-1]]
+    shares = np.arange(1, micro_batches + 1) * (int(prices.sum()) / micro_batches)
+    wanted = np.ceil(np.interp(shares, [0, *np.cumsum(prices)], full) - 1e-6).astype(np.int64)
+    cuts = [0]
+    for place, within in zip(wanted.tolist(), _ranges(following, micro_batches)[1:], strict=True):
+        cuts.append(min(max(place, within.start, cuts[-1] + 1), following[cuts[-1]], within.stop - 1))
+    assert cuts[-1] == num_samples
+    return cuts
 
 
 def cheapest_cuts(samples: Samples, limit: int, start: Cuts) -> Cuts:
@@ -178,19 +193,18 @@ def _greedy(following: list[int]) -> Cuts:
     return cuts
 
 
-def split_to(samples: Samples, cuts: Cuts, micro_batches: int) -> Cuts:
-    """Return the cuts with more of them, each where it saves most; at most one for each sample."""
-    num_samples, cuts = len(samples.lengths), list(cuts)
-    if micro_batches >= num_samples:
-        return list(range(num_samples + 1))
+def split_cuts(samples: Samples, cuts: Cuts, micro_batches: int) -> Cuts:
+    """Return the cuts with more of them, up to so many micro-batches, each where it saves most."""
+    cuts, costs = list(cuts), samples.costs
     while len(cuts) - 1 < micro_batches:
         starts, ends = np.array(cuts[:-1]), np.array(cuts[1:])
-        waste = (ends - starts) * samples.costs[starts] - (ends - starts) * samples.costs[ends - 1]
+        # What is saved by a cut is more than half of what lies above the shortest sample, at most.
+        waste = (ends - starts) * (costs[starts] - costs[ends - 1])
         waste[ends - starts == 1] = -1
         widest = int(waste.argmax())
         start, end = cuts[widest], cuts[widest + 1]
         inner = np.arange(start + 1, end)
-        saved = (end - inner) * (samples.costs[start] - samples.costs[inner])
+        saved = (end - inner) * (costs[start] - costs[inner])
         cuts.insert(widest + 1, int(inner[saved.argmax()]))
     return cuts
 
@@ -257,8 +271,7 @@ def padded_candidates(samples: Samples, wanted: Wanted, fewest: int) -> Iterator
     best: Candidate | None = None
     for micro_batches in _numbers(samples, wanted, fewest):
         most = wanted.per_replica(micro_batches) if wanted.equal else None
-        even = split_to(samples, even_cuts(samples, micro_batches), micro_batches)
-        for cuts in _all_cuts(samples, even, evenly=wanted.replicas > 1):
+        for cuts in _all_cuts(samples, micro_batches, evenly=wanted.replicas > 1):
             prices = [price(range(start, end)) for start, end in pairwise(cuts)]
             if best is not None and sum(prices) > best.rank[1] * wanted.replicas:
                 continue  # no deal makes the slowest cheaper than the mean
@@ -301,13 +314,14 @@ def _numbers(samples: Samples, wanted: Wanted, fewest: int) -> list[int]:
     return list(dict.fromkeys(min(number, len(samples.lengths)) for number in tried))
 
 
-def _all_cuts(samples: Samples, even: Cuts, *, evenly: bool) -> Iterator[Cuts]:
+def _all_cuts(samples: Samples, micro_batches: int, *, evenly: bool) -> Iterator[Cuts]:
     """Yield the cheapest cuts and the most even ones, and cuts between the two."""
-    cheapest = cheapest_cuts(samples, LARGEST_COST, even)
-    yield cheapest
-    if evenly and cheapest is not even:
-        dearest = max((end - start) * int(samples.costs[start]) for start, end in pairwise(even))
-        dearest += samples.base
-        yield even
+    yield cheapest_cuts(samples, LARGEST_COST, split_cuts(samples, fewest_cuts(samples), micro_batches))
+    if evenly:
+        dearest = least_dearest(samples, micro_batches)
+        sizes = np.minimum(most_samples(samples), dearest // samples.costs)
+        following = (np.arange(len(sizes)) + sizes).tolist()
+        yield spread_cuts(samples, following, micro_batches)
+        start = split_cuts(samples, _greedy(following), micro_batches)
         for more in _LIMITS:
-            yield cheapest_cuts(samples, dearest + dearest * more // 100, even)
+            yield cheapest_cuts(samples, samples.base + dearest + dearest * more // 100, start)

@@ -79,3 +79,10 @@ def test_a_list_of_tensors_is_what_default_collation_makes_of_pairs() -> None:
 def test_what_can_not_be_cut_is_refused(batch: object, sizes: list[int], message: str) -> None:
     with pytest.raises(SplitError, match=message):
         split_batch(batch, sizes)
+
+
+def test_a_packed_row_tells_its_samples_and_is_not_cut() -> None:
+    row = {"input_ids": torch.zeros(1, 9), "sample_lengths": torch.tensor([4, 3, 2])}
+    assert num_samples(row) == 3
+    with pytest.raises(SplitError, match=r"a packed row of 3 samples.*split the samples into \[1, 2\] before"):
+        split_batch(row, [1, 2])

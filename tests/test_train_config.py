@@ -296,5 +296,5 @@ def test_every_key_is_printed_below_its_meaning() -> None:
     bare = [line for n, line in enumerate(lines) if line in keys and not lines[n - 1].startswith("# ")]
     assert len(keys) == sum(len(table) for table in TrainConfig().to_dict().values())
     assert bare == []
-    assert "# samples of one update, over all replicas." in lines
+    assert "# samples of one update, over all replicas; 0 where it is given in items." in lines
     assert max(map(len, lines)) <= 98

@@ -43,8 +43,9 @@ class CheckpointFacts:
         path: its folder.
         created_at: when it was written, ISO 8601 in UTC.
         counters: totals of the run over all replicas, as in :class:`wholebatch.record.Counters`.
-        layout: ``global_batch_samples``, ``micro_batch_samples``, ``micro_batches_per_window`` and
-            ``replicas``, each None where the window had no plan; and ``ranks``.
+        layout: of the plan ``global_batch_samples``, ``global_batch_items``, ``micro_batch_samples``,
+            ``micro_batches_per_window``, ``tokens_per_micro_batch``, ``rows`` and ``replicas``, each None
+            where it has none; and ``ranks``.
         score: what it was saved with; lower is better.
         versions: of torch and wholebatch.
         files: bytes and digest by name of file, relative to the folder.
@@ -53,7 +54,7 @@ class CheckpointFacts:
     path: Path
     created_at: str
     counters: Mapping[str, int | float]
-    layout: Mapping[str, int | None]
+    layout: Mapping[str, int | str | None]
     score: float | None
     versions: Mapping[str, str]
     files: Mapping[str, Mapping[str, Any]]

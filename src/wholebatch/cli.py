@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wholebatch.errors import PlanError, WholebatchError
+from wholebatch.errors import PlanError, UsageError, WholebatchError
 from wholebatch.report.output import (
     OutputClosedError,
     leave_closed_output,
@@ -289,6 +289,37 @@ def train(
         print_config=print_config,
         json_target=json_target,
     )
+
+
+MEASURE_EPILOG = """\b
+Examples:
+  wholebatch measure --cost
+  wholebatch measure my_run.toml --cost --set batch.tokens_per_micro_batch=8192
+"""
+
+
+@app.command(epilog=MEASURE_EPILOG)
+def measure(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG.toml]", help="Settings of the training job; else the default."),
+    ] = None,
+    cost: Annotated[
+        bool, typer.Option("--cost", help="Time micro-batches by their size, to balance replicas.")
+    ] = False,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; may be repeated."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each size is timed.")] = 5,
+    json_target: JsonTarget = None,
+) -> int:
+    """Measure what a micro-batch costs on this machine."""
+    if not cost:
+        raise UsageError("say what to measure: --cost, what a micro-batch costs by its size")
+    from wholebatch.train.measure import measure_cost_command
+
+    return measure_cost_command(config, changes=changes or (), rounds=rounds, json_target=json_target)
 
 
 VERIFY_EPILOG = """\b

@@ -58,6 +58,7 @@ class UpdateRecord:
         updates_applied: applied updates of the run so far, this one included if it was applied.
         micro_batches: micro-batches of this update, over all replicas.
         samples: samples of this update, over all replicas.
+        samples_left_out: samples of its global batch that could not be read and are not in it.
         items: supervised items of the objective's first term (``terms`` has those of each); the sum of
             their weights where items have weights.
         positions: positions that went through the forward, padding included; 0 where nobody told
@@ -95,6 +96,7 @@ class UpdateRecord:
     learning_rates: Sequence[float | None] = field(default_factory=list)
     reductions: int = 0
     partial: bool = False
+    samples_left_out: int = 0
     peak_memory_bytes: list[int] | None = None
 
     def __post_init__(self) -> None:
@@ -143,15 +145,18 @@ class RunHeader:
     """What was the same for every update of a run.
 
     Args:
-        global_batch_samples: samples of one update: m x A x D.
-        micro_batch_samples: m.
-        micro_batches_per_window: A.
+        global_batch_samples: samples of one update: m x A x D; None where it is given in items.
+        micro_batch_samples: m; None where tokens bound a micro-batch.
+        micro_batches_per_window: A; None where it is not the same for all.
         replicas: D.
         layout: ranks and parallel degrees.
         tail: what becomes of the samples that do not fill a global batch: "partial" or "drop".
         precision: the dtype of the parameters and of the forward, in words.
         normalisation: what the summed loss is divided by, in words.
-        global_batch_items: items of one update where they are the same for all; else None.
+        global_batch_items: items of one update where they are the same for all, or, where the global
+            batch is given in items, the most it may have; else None.
+        tokens_per_micro_batch: positions of a micro-batch at most; None where m cuts them.
+        rows: "padded", or "packed" where samples follow each other without padding.
         seeds: by use.
         versions: by package.
         started_at: ISO 8601, UTC.
@@ -163,15 +168,17 @@ class RunHeader:
         launch: by which the run's torchrun is known again when it restarts the job; empty without one.
     """
 
-    global_batch_samples: int
-    micro_batch_samples: int
-    micro_batches_per_window: int
+    global_batch_samples: int | None
+    micro_batch_samples: int | None
+    micro_batches_per_window: int | None
     replicas: int
     layout: dict[str, int]
     tail: str
     precision: str
     normalisation: str = "sum over items / N"
     global_batch_items: int | None = None
+    tokens_per_micro_batch: int | None = None
+    rows: str = "padded"
     seeds: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=lambda: package_versions())
     started_at: str = field(default_factory=lambda: utc_now())
@@ -213,8 +220,10 @@ class Resumption:
     Args:
         updates_attempted: attempted updates of the run at that checkpoint.
         samples: training samples that the run had consumed by then.
-        micro_batch_samples: m from here on.
-        micro_batches_per_window: A from here on.
+        micro_batch_samples: m from here on; None where tokens bound a micro-batch.
+        micro_batches_per_window: A from here on; None where it is not the same for all.
+        tokens_per_micro_batch: positions of a micro-batch at most from here on; None where m cuts them.
+        rows: "padded" or "packed" from here on.
         replicas: D from here on.
         layout: ranks and parallel degrees from here on.
         precision: as in the header, from here on.
@@ -230,11 +239,13 @@ class Resumption:
 
     updates_attempted: int
     samples: int
-    micro_batch_samples: int
-    micro_batches_per_window: int
+    micro_batch_samples: int | None
+    micro_batches_per_window: int | None
     replicas: int
     layout: dict[str, int]
     precision: str
+    tokens_per_micro_batch: int | None = None
+    rows: str = "padded"
     command: list[str] = field(default_factory=list)
     changed_settings: dict[str, list[Any]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=lambda: package_versions())
@@ -254,7 +265,8 @@ class Counters:
     ``updates_attempted = updates_applied + updates_skipped_nonfinite + updates_skipped_empty``.
     Micro-batches, samples and items are those of every attempted update: the data of a skipped
     update is consumed. An update that was rolled back counts nowhere. Items are those of the
-    objective's first term, as in the records.
+    objective's first term, as in the records. Samples that could not be read are left out of
+    ``samples`` and counted beside them.
     """
 
     micro_batches: int = 0
@@ -264,8 +276,22 @@ class Counters:
     updates_skipped_empty: int = 0
     samples: int = 0
     items: int | float = 0
+    samples_left_out: int = 0
 
-    def advance(self, *, outcome: Outcome, micro_batches: int, samples: int, items: int | float) -> None:
+    @property
+    def position(self) -> int:
+        """Where in the order of the samples the next update begins: those consumed, read or left out."""
+        return self.samples + self.samples_left_out
+
+    def advance(
+        self,
+        *,
+        outcome: Outcome,
+        micro_batches: int,
+        samples: int,
+        items: int | float,
+        samples_left_out: int = 0,
+    ) -> None:
         """Count one attempted update and what it consumed, over all replicas.
 
         Raises:
@@ -279,6 +305,7 @@ class Counters:
         self.micro_batches += micro_batches
         self.samples += samples
         self.items += items
+        self.samples_left_out += samples_left_out
 
     def state_dict(self) -> dict[str, int | float]:
         """All totals by name."""
@@ -290,6 +317,7 @@ class Counters:
         Raises:
             RecordError: a total is missing or unknown; nothing is changed.
         """
+        state = {"samples_left_out": 0, **state}  # which older checkpoints do not have
         names = {f.name for f in dataclasses.fields(self)}
         if set(state) != names:
             odd = ", ".join(sorted(names ^ set(state)))

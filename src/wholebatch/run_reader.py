@@ -66,7 +66,11 @@ class Run:
         counters = Counters()
         for r in self.records:
             counters.advance(
-                outcome=r.outcome, micro_batches=r.micro_batches, samples=r.samples, items=r.items
+                outcome=r.outcome,
+                micro_batches=r.micro_batches,
+                samples=r.samples,
+                items=r.items,
+                samples_left_out=r.samples_left_out,
             )
         return counters
 

@@ -3,7 +3,8 @@
 A batch is a tensor, or a dict or tuple of batches, with samples in dimension 0. A list is one entry
 per sample, except that a batch which *is* a list of tensors counts as a tuple of them: torch's default
 collation makes ``[inputs, labels]`` of samples that are pairs. Numbers, strings, ``None`` and
-0-dimensional tensors belong to all samples and go to every micro-batch unchanged.
+0-dimensional tensors belong to all samples and go to every micro-batch unchanged. A packed row
+(``rows.py``) has its samples in dimension 1; it says their lengths, and can't be cut.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from wholebatch.errors import SplitError
 
+SAMPLE_LENGTHS = "sample_lengths"
 _SHARED = (str, bytes, bool, int, float, complex, type(None))
 
 
@@ -23,15 +25,17 @@ def num_samples(batch: Any) -> int:
     """The number of samples in ``batch``.
 
     Args:
-        batch: tensor ``[samples, ...]``, list of samples, or a dict or tuple of these.
+        batch: tensor ``[samples, ...]``, list of samples, or a dict or tuple of these; or a packed row.
 
     Returns:
-        The common length of dimension 0, in samples.
+        The common length of dimension 0, in samples; of a packed row its number of ``sample_lengths``.
 
     Raises:
         SplitError: two parts disagree, nothing in the batch has a dimension of samples, or a
             part is of a type that can't be cut.
     """
+    if is_packed(batch):
+        return len(batch[SAMPLE_LENGTHS])
     lengths = dict(_lengths(_as_collated(batch), ()))
     if not lengths:
         raise SplitError(
@@ -50,6 +54,11 @@ def num_samples(batch: Any) -> int:
     return first
 
 
+def is_packed(batch: Any) -> bool:
+    """Whether a batch is a packed row, in which samples follow each other in dimension 1."""
+    return isinstance(batch, Mapping) and SAMPLE_LENGTHS in batch
+
+
 def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Cut ``batch`` into micro-batches of ``sizes`` samples, in order.
 
@@ -61,7 +70,7 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
         One batch of the same structure for each size. Tensors are views of the original.
 
     Raises:
-        SplitError: a size is not positive, or the sizes do not add up to the batch.
+        SplitError: a size is not positive, the sizes do not add up to the batch, or it is a packed row.
 
     Exactness: no arithmetic; every sample lands in exactly one micro-batch.
     """
@@ -71,6 +80,11 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
     if sum(sizes) != total:
         raise SplitError(
             f"micro-batches of {list(sizes)} samples hold {sum(sizes)} together, but the batch has {total}"
+        )
+    if is_packed(batch):
+        raise SplitError(
+            f"the batch is a packed row of {total} samples, which share dimension 1; split the samples "
+            f"into {list(sizes)} before they are packed"
         )
     ends = list(accumulate(sizes))
     parts = _as_collated(batch)

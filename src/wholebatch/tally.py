@@ -20,7 +20,7 @@ from wholebatch.order import format_digest, sample_digest
 from wholebatch.ranks.agreement import same_everywhere
 
 _DIGEST_PARTS = 4
-_COUNTS = 9
+_COUNTS = 10
 _FIXED = _COUNTS + _DIGEST_PARTS  # numbers of a payload before the terms
 
 
@@ -34,6 +34,7 @@ class Tally:
         items: for each micro-batch and term, the items counted ahead; ``None`` where unknowable.
         settings: fingerprint of what must be the same on every rank.
         needs_reset: whether the engine was left armed on this rank.
+        samples_left_out: samples that could not be read and are in no micro-batch.
     """
 
     micro_batches: int
@@ -43,6 +44,7 @@ class Tally:
     items: tuple[tuple[float | None, ...], ...]
     settings: int
     needs_reset: bool
+    samples_left_out: int
 
     def payload(self, num_terms: int) -> list[float]:
         """The numbers to add up over the replicas, ``payload_size(num_terms)`` of them."""
@@ -59,6 +61,7 @@ class Tally:
             float(self.settings),
             float(self.settings**2),
             float(self.needs_reset),
+            float(self.samples_left_out),
             *parts,
             *(sum(number for number in column if number is not None) for column in columns),
             *(float(any(number is None for number in column)) for column in columns),
@@ -75,6 +78,7 @@ class GlobalTally:
         ranks_without: replicas that hold none.
         same_settings: whether every replica has the same.
         reset: whether the engine was left armed on some replica.
+        samples_left_out: samples that could not be read, over all replicas.
         digest: 16 hex digits, ``None`` where some sample ids are not known.
         items: N of each term, ``None`` where unknown before the forward.
     """
@@ -86,13 +90,15 @@ class GlobalTally:
     ranks_without: int
     same_settings: bool
     reset: bool
+    samples_left_out: int
     digest: str | None
     items: tuple[float | None, ...]
 
     @classmethod
     def from_sums(cls, sums: Sequence[float], *, num_replicas: int, num_terms: int) -> GlobalTally:
         """Read payloads that were added up over ``num_replicas``."""
-        micro_batches, squares, without, samples, positions, anonymous, *settings, reset = sums[:_COUNTS]
+        micro_batches, squares, without, samples, positions, anonymous, *rest = sums[:_COUNTS]
+        *settings, reset, left_out = rest
         parts = sums[_COUNTS:_FIXED]
         digest = sum(round(part) << (16 * place) for place, part in enumerate(parts)) % 2**64
         items = sums[_FIXED : _FIXED + num_terms]
@@ -105,6 +111,7 @@ class GlobalTally:
             ranks_without=round(without),
             same_settings=same_everywhere(settings[0], settings[1], num_replicas),
             reset=reset > 0,
+            samples_left_out=round(left_out),
             digest=None if anonymous else format_digest(digest),
             items=tuple(
                 None if unknowable else number for number, unknowable in zip(items, unknown, strict=True)
@@ -131,6 +138,7 @@ def tally(
     counted: Sequence[Mapping[str, Number]] | None,
     settings: int,
     needs_reset: bool,
+    samples_left_out: int = 0,
 ) -> Tally:
     """Count what ``batches`` hold.
 
@@ -142,6 +150,7 @@ def tally(
         counted: items of each micro-batch by term where a counting pass found them.
         settings: fingerprint of what must be the same on every rank.
         needs_reset: whether the engine was left armed on this rank.
+        samples_left_out: samples of this rank that could not be read.
 
     Raises:
         ObjectiveError: a number of items that is negative or not finite.
@@ -169,6 +178,7 @@ def tally(
         items=tuple(rows),
         settings=settings,
         needs_reset=needs_reset,
+        samples_left_out=samples_left_out,
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from wholebatch.budget import AnyPlan
 from wholebatch.errors import (
     ChangedInsideWindowError,
     CountMismatchError,
@@ -42,7 +43,6 @@ from wholebatch.objective import (
     Objective,
     as_loss_sum,
 )
-from wholebatch.plan import BatchPlan
 from wholebatch.ranks.agreement import Agreement, PendingExchange
 from wholebatch.ranks.base import Ranks
 from wholebatch.record import Counters, Outcome, UpdateRecord, finite
@@ -72,7 +72,7 @@ class WindowParts:
 
     model: nn.Module
     objective: Objective
-    plan: BatchPlan | None
+    plan: AnyPlan | None
     finish: Finish
     ranks: Ranks
     agreement: Agreement
@@ -166,6 +166,7 @@ class Update:
             window.objective,
             count_samples=window.count_samples,
             sample_ids=self._sample_ids,
+            samples_left_out=len(getattr(self._batches, "left_out", ())),
             counted=self._counting_pass(),
             settings=fingerprint(self._settings),
             needs_reset=window.ranks.needs_reset,
@@ -197,18 +198,18 @@ class Update:
         total = GlobalTally.from_sums(
             pending.wait(), num_replicas=ranks.num_replicas, num_terms=len(window.terms)
         )
-        if total.micro_batches == 0:
+        if total.micro_batches == 0 and total.samples_left_out == 0:
             raise WindowUsageError("an update needs at least one micro-batch on some rank; got none")
         if not total.same_settings:
             raise WindowUsageError(
                 f"the ranks do not have the same settings; this one has {self._settings}. Build the "
                 f"window and load its state alike on every rank"
             )
-        plan = window.plan
-        if plan is not None and total.samples > plan.global_batch_samples:
+        planned = _planned_samples(window.plan)
+        if planned is not None and total.samples > planned:
             raise WindowUsageError(
                 f"this update holds {total.samples} samples over {ranks.num_replicas} replicas, more than "
-                f"the plan's global batch of {plan.global_batch_samples}"
+                f"the plan's global batch of {planned}"
             )
         ranks.open_window(uneven=total.uneven, ranks_without=total.ranks_without, reset=total.reset)
         unknown = [term for term, n in zip(window.terms, total.items, strict=True) if n is None]
@@ -504,7 +505,11 @@ class Update:
             finish.skip(gradient_overflowed=not math.isfinite(norm))
         consumed = whole(items[0])
         counters.advance(
-            outcome=outcome, micro_batches=total.micro_batches, samples=total.samples, items=consumed
+            outcome=outcome,
+            micro_batches=total.micro_batches,
+            samples=total.samples,
+            items=consumed,
+            samples_left_out=total.samples_left_out,
         )
         finish.advance(counters, applied=applied)
         clear_gradients(finish.parameters)
@@ -514,6 +519,7 @@ class Update:
         window.ranks.end(committed=True)
         if items[0] > 0:
             window.provisional_items = items[0]
+        planned = _planned_samples(window.plan)
         by_term, loss_per_item = losses_by_term(window.objective.coefficients, result.losses, items)
         self._record = UpdateRecord(
             outcome=outcome,
@@ -532,7 +538,8 @@ class Update:
             loss_scale=self._loss_scale,
             learning_rates=self._learning_rates,
             reductions=window.ranks.reductions,
-            partial=window.plan is not None and total.samples < window.plan.global_batch_samples,
+            partial=planned is not None and total.samples + total.samples_left_out < planned,
+            samples_left_out=total.samples_left_out,
             seconds=perf_counter() - self._started,
             peak_memory_bytes=result.peak_memory_bytes,
         )
@@ -601,16 +608,21 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _micro_batches(batches: Any, plan: BatchPlan | None) -> list[Any]:
+def _planned_samples(plan: AnyPlan | None) -> int | None:
+    """Samples of a full global batch; None where the plan does not say."""
+    return None if plan is None else plan.global_batch_samples
+
+
+def _micro_batches(batches: Any, plan: AnyPlan | None) -> list[Any]:
     if isinstance(batches, Tensor | Mapping | str):
         raise WindowUsageError(
             f"update takes a list of micro-batches, got one {type(batches).__name__}; cut it with "
             f"wholebatch.split.split_batch(batch, sizes), or pass [batch]"
         )
     held = list(batches)
-    if plan is not None and len(held) > plan.micro_batches_per_window:
+    most = None if plan is None else plan.micro_batches_per_window
+    if most is not None and len(held) > most:
         raise WindowUsageError(
-            f"this update has {len(held)} micro-batches on this rank, more than the plan's "
-            f"{plan.micro_batches_per_window}"
+            f"this update has {len(held)} micro-batches on this rank, more than the plan's {most}"
         )
     return held

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -37,10 +37,10 @@ from torch.amp import GradScaler
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from wholebatch.budget import AnyPlan
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
 from wholebatch.finish import DeclaredSchedule, Finish
 from wholebatch.objective import LossFunction, Objective, counted_loss
-from wholebatch.plan import BatchPlan
 from wholebatch.ranks import find_ranks
 from wholebatch.ranks.agreement import Agreement
 from wholebatch.ranks.ddp import Reduce
@@ -63,7 +63,8 @@ class UpdateWindow:
         optimizer: one optimizer or several; each is stepped once an update.
         objective: which items count, their summed loss and N. By default whatever the loop passes to
             ``backward`` as ``(loss_sum, num_items)``, with N known only after the forwards.
-        plan: the plan of the global batch; checked against the ranks, and needed by ``batches``.
+        plan: the plan of the global batch, from ``plan_batch`` or ``plan_token_budget``; checked against
+            the ranks, and ``batches`` cuts by it.
         clip_grad_norm: largest Euclidean norm of the whole gradient, or ``None``.
         scheduler: a learning-rate schedule with its unit, ``per_update(scheduler)``, or several.
         scaler: a ``GradScaler`` for float16; the window drives it.
@@ -91,7 +92,7 @@ class UpdateWindow:
         optimizer: Optimizer | Sequence[Optimizer],
         objective: Objective | None = None,
         *,
-        plan: BatchPlan | None = None,
+        plan: AnyPlan | None = None,
         clip_grad_norm: float | None = None,
         scheduler: DeclaredSchedule | Sequence[DeclaredSchedule] | None = None,
         scaler: GradScaler | None = None,
@@ -159,7 +160,7 @@ class UpdateWindow:
         return self._parts.finish
 
     @property
-    def plan(self) -> BatchPlan | None:
+    def plan(self) -> AnyPlan | None:
         """The plan of the global batch, where there is one."""
         return self._parts.plan
 
@@ -176,53 +177,73 @@ class UpdateWindow:
         the last has no more, with empty windows where one ran out before the others.
 
         Args:
-            loader: yields micro-batches, on the host or the device.
+            loader: yields micro-batches, on the host or the device; or a ``WindowLoader``, which yields
+                whole windows and sees to the tail itself.
 
         Yields:
-            Lists of at most ``plan.micro_batches_per_window`` micro-batches, for :meth:`update`.
+            Lists of micro-batches, for :meth:`update`.
 
         Raises:
-            WindowUsageError: the window has no plan.
+            WindowUsageError: the loader yields micro-batches, and no plan says how many make a window.
         """
-        if self.plan is None:
-            raise WindowUsageError(
-                "window.batches needs to know how many micro-batches make a window; give the window "
-                "plan=wholebatch.plan_batch(...), or pass lists of micro-batches to window.update yourself"
-            )
-        parts, plan, source = self._parts, self.plan, iter(loader)
+        parts, draws = self._parts, self._draws(loader)
         while True:
             if parts.poisoned:
                 raise PoisonedWindowError(parts.poisoned)
             try:
-                drawn = list(islice(source, plan.micro_batches_per_window))
-                samples, ahead = 0, []
-                if plan.tail == "drop":
-                    samples = sum(parts.count_samples(batch) for batch in drawn)
-                    # Only the end of the data is a tail; a short window before it is not dropped.
-                    ahead = list(islice(source, 1))
-                    source = chain(ahead, source)
+                drawn = next(draws, None)
             except BaseException:
                 parts.agreement.report_failure()
                 raise
+            window, samples, more = drawn or _Drawn([])
             try:
-                held, held_samples, more = parts.agreement.exchange(
-                    [float(len(drawn)), float(samples), float(len(ahead))], doing="drawing micro-batches"
+                ranks_with, held_samples, some_more = parts.agreement.exchange(
+                    [float(drawn is not None), float(samples), float(more)], doing="drawing micro-batches"
                 ).wait()
             except PoisonedWindowError as error:
                 parts.poisoned = str(error)
                 raise
-            if held == 0:
+            if ranks_with == 0:
                 return
-            if plan.tail == "drop" and not more and held_samples < plan.global_batch_samples:
+            # Only the end of the data is a tail; a short window before it is not dropped.
+            if not some_more and held_samples < (self._dropped_below(loader) or 0):
                 self.samples_dropped += round(held_samples)
                 return
-            yield drawn
+            yield window
+
+    def _draws(self, loader: Iterable[Any]) -> Iterator[_Drawn]:
+        """One window of this rank after another, as far as its loader goes."""
+        if _yields_windows(loader):
+            return (_Drawn(window) for window in loader)
+        if self.plan is None or self.plan.micro_batches_per_window is None:
+            raise WindowUsageError(
+                "window.batches needs to know how many micro-batches make a window; give the window "
+                "plan=wholebatch.plan_batch(...), draw from a WindowLoader, or pass lists of micro-batches "
+                "to window.update yourself"
+            )
+        return self._cut(iter(loader), self.plan.micro_batches_per_window)
+
+    def _cut(self, source: Iterator[Any], micro_batches: int) -> Iterator[_Drawn]:
+        while drawn := list(islice(source, micro_batches)):
+            if self._dropped_below(source) is None:
+                yield _Drawn(drawn)
+                continue
+            ahead = list(islice(source, 1))
+            source = chain(ahead, source)
+            yield _Drawn(drawn, sum(map(self._parts.count_samples, drawn)), len(ahead))
+
+    def _dropped_below(self, loader: Iterable[Any]) -> int | None:
+        """How many samples a last window must have not to be dropped; None where it never is."""
+        if self.plan is None or self.plan.tail != "drop" or _yields_windows(loader):
+            return None
+        return self.plan.global_batch_samples
 
     def update(self, batches: Iterable[Any], *, sample_ids: Iterable[int] | None = None) -> Update:
         """One update over ``batches``: enter it, iterate it, call ``backward`` once in each turn.
 
         Args:
-            batches: this rank's micro-batches of one global batch, as a list.
+            batches: this rank's micro-batches of one global batch, as a list. Where it has ``left_out``,
+                ids of samples that could not be read, the record says how many.
             sample_ids: ids of this rank's samples, for the record's digest; by default those under
                 ``"sample_ids"`` in each micro-batch.
 
@@ -261,7 +282,7 @@ class UpdateWindow:
         return update.record
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and position: ``counters["samples"]`` is where the next update begins."""
+        """The counters; ``counters.position`` is where the next update begins."""
         return {
             "counters": self.counters.state_dict(),
             "samples_dropped": self.samples_dropped,
@@ -285,6 +306,18 @@ class UpdateWindow:
         self.counters.load_state_dict(state["counters"])
         self.samples_dropped = state["samples_dropped"]
         self._parts.provisional_items = state["provisional_items"]
+
+
+class _Drawn(NamedTuple):
+    """A window of one rank; its samples, and whether more follow, where a tail is to be dropped."""
+
+    micro_batches: list[Any]
+    samples: int = 0
+    more: int = 0
+
+
+def _yields_windows(loader: Any) -> bool:
+    return getattr(loader, "yields_windows", False)
 
 
 def _several(given: Any) -> tuple[Any, ...]:

@@ -10,12 +10,12 @@ from typing import Any
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, default_collate
 
+from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import UsageError
 from wholebatch.item_order import ItemOrder
 from wholebatch.layout import whole_number
 from wholebatch.loading.lengths import CutShort, PackAlone, checked_numbers, refuse_too_long
 from wholebatch.loading.parts import Parts, share_of
-from wholebatch.loading.plans import AnyPlan, BudgetPlan
 from wholebatch.loading.reading import Collate, MapReader
 from wholebatch.loading.sources import MapSource, StreamSource
 from wholebatch.loading.stream import Share

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wholebatch.budget import BudgetPlan
 from wholebatch.errors import PlanError, UsageError
 from wholebatch.layout import whole_number
-from wholebatch.loading.plans import BudgetPlan
 from wholebatch.loading.reading import Chosen, naming
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from wholebatch.budget import AnyPlan
 from wholebatch.errors import UsageError
 from wholebatch.layout import one_of, whole_number
 from wholebatch.loading.arguments import Arguments, as_collate, cut_short_of, replica_of, source_of
 from wholebatch.loading.batches import WindowBatches, check_pinning, pinned
-from wholebatch.loading.plans import AnyPlan
 from wholebatch.loading.sources import MapSource, StreamSource
 from wholebatch.order import Order
 

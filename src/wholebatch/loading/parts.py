@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import UsageError
-from wholebatch.loading.plans import AnyPlan, BudgetPlan
 from wholebatch.loading.reading import Part, Samples
 from wholebatch.order import Order
 

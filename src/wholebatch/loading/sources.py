@@ -8,13 +8,13 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import UnsupportedError, UsageError
 from wholebatch.layout import whole_number
 from wholebatch.loading.ahead import made_in_order
 from wholebatch.loading.batches import WindowBatches
 from wholebatch.loading.lengths import PackAlone
 from wholebatch.loading.parts import Parts
-from wholebatch.loading.plans import AnyPlan, BudgetPlan
 from wholebatch.loading.reading import Chosen, Collate, MapReader, collated
 from wholebatch.loading.stream import (
     Arrival,

@@ -33,7 +33,14 @@ _SETTINGS_TOLD_ELSEWHERE = {
     "run.folder",
     "run.seed",
     "batch.global_batch_samples",
+    "batch.global_batch_items",
     "batch.micro_batch_samples",
+    "batch.tokens_per_micro_batch",
+    "batch.tokens_alone",
+    "batch.rows",
+    "batch.cost_per_micro_batch",
+    "batch.cost_per_position",
+    "batch.cost_per_position_and_length",
     "batch.tail",
 }
 
@@ -192,6 +199,9 @@ def _differences(first: Run, second: Run) -> Iterator[Difference]:
     yield from facts("losses", "model: ", a.model, b.model, _is_vocabulary)
     yield from facts("losses", "", *settings, _is_vocabulary)
     yield from differing("updates", "global batch, samples", a.global_batch_samples, b.global_batch_samples)
+    yield from differing(
+        "updates", "global batch, items at most", a.global_batch_items, b.global_batch_items
+    )
     yield from differing("updates", "tail", a.tail, b.tail)
     yield from _other_items(first, second)
     yield from facts("training", "seed: ", a.seeds, b.seeds, lambda _key: True)
@@ -205,6 +215,8 @@ def _differences(first: Run, second: Run) -> Iterator[Difference]:
     yield from split("precision", "precision")
     yield from split("m, samples of a micro-batch", "micro_batch_samples")
     yield from split("A, micro-batches of a window", "micro_batches_per_window")
+    yield from split("tokens of a micro-batch at most", "tokens_per_micro_batch")
+    yield from split("rows", "rows")
     yield from split("D, replicas", "replicas")
     yield from facts("split", "layout: ", *layouts, lambda _key: True)
     yield from facts("split", "version: ", dict(a.versions), dict(b.versions), lambda _key: True)
@@ -279,7 +291,7 @@ def _other_items(first: Run, second: Run) -> Iterator[Difference]:
 
 def _same_samples(first: Run, second: Run) -> str:
     """From which update on the digests of the global batches differ, in words."""
-    if first.header.global_batch_samples != second.header.global_batch_samples:
+    if _global_batch(first) != _global_batch(second):
         return "of other sizes, so which samples they hold is not compared"
     both = list(zip(first.records, second.records, strict=False))
     known = [(a, b) for a, b in both if a.sample_digest and b.sample_digest]
@@ -299,6 +311,10 @@ def _same_samples(first: Run, second: Run) -> str:
     return f"the same samples up to update {other - 1:,}, others from update {other:,} on"
 
 
+def _global_batch(run: Run) -> tuple[int | None, int | None]:
+    return run.header.global_batch_samples, run.header.global_batch_items
+
+
 def _known_axis(name: str) -> Axis:
     return next(axis for axis in AXES if axis == name)
 
@@ -308,7 +324,7 @@ def _fitting_axis(first: Run, second: Run) -> tuple[Axis, str]:
     a, b = _items_per_sample(first.records), _items_per_sample(second.records)
     if a is not None and b is not None and abs(a - b) > _OTHER_SIZE * max(a, b):
         return "items", f"a sample has {a:,.1f} items in A and {b:,.1f} in B"
-    if first.header.global_batch_samples != second.header.global_batch_samples:
+    if _global_batch(first) != _global_batch(second):
         return "samples", "an update is not the same number of samples in both"
     return "samples", "the same data seen"
 

@@ -186,7 +186,7 @@ def plan_text(
         sections.append(("Intervals, from the start of training", _interval_rows(intervals, epochs)))
     if comparison:
         sections.append((_comparison_title(comparison), _comparison_rows(comparison)))
-    parts = ["\n".join([title, *_columns(rows)]) for title, rows in sections]
+    parts = ["\n".join([title, *columns_of(rows)]) for title, rows in sections]
     findings = plan_findings(plan, epochs=epochs, intervals=intervals)
     if findings:
         parts.append(
@@ -198,7 +198,7 @@ def plan_text(
 Row = tuple[str, str, str]
 
 
-def _columns(rows: list[Row]) -> list[str]:
+def columns_of(rows: list[Row]) -> list[str]:
     """Align (label, number, remark); the numbers to the right."""
     label_width = max(len(label) for label, _, _ in rows)
     number_width = max(len(number) for _, number, _ in rows)

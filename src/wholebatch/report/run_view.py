@@ -43,12 +43,23 @@ def render_run(run: Run) -> RenderableType:
 
 
 def ledger_line(header: RunHeader | Resumption) -> str:
-    """The global batch as a product: ``m x A x D``."""
-    factors = header.micro_batch_samples, header.micro_batches_per_window, header.replicas
+    """The global batch as a product, ``m x A x D``; or what bounds its micro-batches."""
+    m, window, replicas = header.micro_batch_samples, header.micro_batches_per_window, header.replicas
+    if m is None or window is None:
+        each = f"up to {header.tokens_per_micro_batch or 0:,} tokens, {header.rows},"
+        return f"{_global_batch(header)}micro-batches of {each} x {number_of(replicas, 'replica')}"
     return (
-        f"{number_of(factors[0], 'sample')} x {number_of(factors[1], 'micro-batch', 'micro-batches')} x "
-        f"{number_of(factors[2], 'replica')} = {factors[0] * factors[1] * factors[2]:,} samples an update"
+        f"{number_of(m, 'sample')} x {number_of(window, 'micro-batch', 'micro-batches')} x "
+        f"{number_of(replicas, 'replica')} = {m * window * replicas:,} samples an update"
     )
+
+
+def _global_batch(header: RunHeader | Resumption) -> str:
+    if isinstance(header, Resumption):
+        return ""
+    if header.global_batch_samples is None:
+        return f"up to {header.global_batch_items or 0:,} items an update in "
+    return f"{header.global_batch_samples:,} samples an update in "
 
 
 def title(run: Run) -> Text:
@@ -132,6 +143,10 @@ def totals_table(run: Run, facts: dict[str, Any]) -> Table:
         + (skips if skipped else ""),
     )
     table.add_row("samples", f"{counters.samples:,} in {counters.micro_batches:,} micro-batches")
+    if counters.samples_left_out:
+        table.add_row(
+            "left out", f"{number_of(counters.samples_left_out, 'sample')} that could not be read"
+        )
     positions = f"{facts['positions']:,}" if facts["positions"] else "-"
     table.add_row("items", f"{counters.items:,} in {positions} positions")
     share = facts["unsupervised_share"]
@@ -222,7 +237,10 @@ def _resumptions(resumptions: Sequence[Resumption]) -> RenderableType:
     table = columns("at|", "after\nupdate", "updates\ngiven up", "m x A x D", "end\nbefore|")
     lines: list[RenderableType] = []
     for r in resumptions:
-        product = f"{r.micro_batch_samples:,} x {r.micro_batches_per_window:,} x {r.replicas:,}"
+        if r.micro_batch_samples is None:
+            product = f"{r.tokens_per_micro_batch or 0:,} tokens x {r.replicas:,}"
+        else:
+            product = f"{r.micro_batch_samples:,} x {r.micro_batches_per_window:,} x {r.replicas:,}"
         before = "killed" if r.previous_end is None else str(r.previous_end.get("reason", "?"))
         table.add_row(r.at, f"{r.updates_attempted:,}", f"{r.abandoned_updates:,}", product, before)
         if r.changed_settings:

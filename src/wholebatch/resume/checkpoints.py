@@ -49,7 +49,9 @@ from wholebatch.window import UpdateWindow
 
 T = TypeVar("T")
 FILES = ("model.pt", "optimizers.pt", "rest.pt")
-_LAYOUT = ("global_batch_samples", "micro_batch_samples", "micro_batches_per_window", "replicas", "ranks")
+_GLOBAL_BATCH = ("global_batch_samples", "global_batch_items")
+_SPLIT = ("micro_batch_samples", "micro_batches_per_window", "tokens_per_micro_batch", "rows", "replicas")
+_LAYOUT = (*_GLOBAL_BATCH, *_SPLIT, "ranks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +78,7 @@ class Found:
 
     @property
     def samples(self) -> int:
-        """Samples consumed so far over all replicas: the position of the next global batch."""
+        """Samples of all updates so far, over all replicas."""
         return self.facts.samples
 
 
@@ -248,7 +250,7 @@ class Checkpoints:
         )
         return Found(
             facts=facts,
-            same_layout=dict(facts.layout) == _layout_of(parts, together),
+            same_layout={**dict.fromkeys(_LAYOUT), **facts.layout} == _layout_of(parts, together),
             random_state_restored=restored,
             more=saved["rest.pt"]["plain"],
         )
@@ -290,9 +292,9 @@ class Checkpoints:
 
 def _parts_of(window: UpdateWindow, more: Mapping[str, Any] | None) -> TrainingParts:
     plan, finish = window.plan, window.finish
-    layout: dict[str, int | None] = {}
+    layout: dict[str, int | str | None] = {}
     if plan is not None:
-        layout = {name: getattr(plan, name) for name in _LAYOUT if name != "ranks"}
+        layout = {name: getattr(plan, name, None) for name in _LAYOUT if name != "ranks"}
     return TrainingParts(
         model=window.model,
         optimizers=finish.optimizers,
@@ -331,7 +333,7 @@ def _together(parts: TrainingParts, process_group: dist.ProcessGroup | None) -> 
     )
 
 
-def _layout_of(parts: TrainingParts, together: Together) -> dict[str, int | None]:
+def _layout_of(parts: TrainingParts, together: Together) -> dict[str, int | str | None]:
     return {**dict.fromkeys(_LAYOUT), **parts.layout, "ranks": together.ranks}
 
 
@@ -375,12 +377,14 @@ def _read_file(path: Path) -> Any:
 
 def _check(parts: TrainingParts, facts: CheckpointFacts, saved: Mapping[str, Any]) -> None:
     _refuse_gradients(parts)
-    then, now = facts.layout.get(_LAYOUT[0]), parts.layout.get(_LAYOUT[0])
-    if then is not None and now is not None and then != now:
-        raise UsageError(
-            f"{facts.path} was saved with a global batch of {then} samples and the plan has {now}; plan "
-            f"with global_batch_samples={then} (m, A, D may differ), or start a new run from its parameters"
-        )
+    for name in _GLOBAL_BATCH:
+        then, now = facts.layout.get(name), parts.layout.get(name)
+        if then is not None and now is not None and then != now:
+            raise UsageError(
+                f"{facts.path} was saved with a global batch of {then} {name.rpartition('_')[2]} and the "
+                f"plan has {now}; plan with {name}={then} (m, A, D may differ), or start a new run from "
+                f"its parameters"
+            )
     refuse_misfit(parts, saved)
 
 

@@ -55,7 +55,7 @@ class TrainingParts:
     position: Any = None
     terms: Sequence[str] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
-    layout: Mapping[str, int | None] = field(default_factory=dict)
+    layout: Mapping[str, int | str | None] = field(default_factory=dict)
 
     @property
     def objects(self) -> dict[str, Any]:

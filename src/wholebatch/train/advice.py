@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import CheckpointError
-from wholebatch.plan import BatchPlan
 from wholebatch.report.words import number_of
 from wholebatch.resume import Checkpoints
 from wholebatch.train.resuming import CHECKPOINTS
@@ -43,18 +43,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def memory_advice(plan: BatchPlan, *, during: str) -> str:
+def memory_advice(plan: AnyPlan, *, during: str) -> str:
     """What to set where memory ran out, so that the global batch stays.
 
     Args:
         plan: whose micro-batch was too large.
         during: "an update" or "an evaluation".
     """
-    m = plan.micro_batch_samples
-    smaller = f"set batch.micro_batch_samples to {m // 2}" if m > 1 else "lower data.max_tokens_per_sample"
-    unless = ", which changes neither the global batch nor the update" if m > 1 else ""
+    if isinstance(plan, BudgetPlan):
+        key, number = "tokens_per_micro_batch", plan.tokens_per_micro_batch
+        size = f"up to {number_of(number, 'token')}"
+    else:
+        key, number = "micro_batch_samples", plan.micro_batch_samples
+        size = number_of(number, "sample")
+    smaller = f"set batch.{key} to {number // 2}" if number > 1 else "lower data.max_tokens_per_sample"
+    unless = ", which changes neither the global batch nor the update" if number > 1 else ""
     rest = ", or turn model.activation_checkpointing on. The update was rolled back"
     return (
-        f"memory ran out in {during} with {number_of(m, 'sample')} in a micro-batch; {smaller}{unless}"
+        f"memory ran out in {during} with {size} in a micro-batch; {smaller}{unless}"
         f"{rest if during == 'an update' else ''}"
     )

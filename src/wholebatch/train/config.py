@@ -18,13 +18,18 @@ import tomllib
 from collections.abc import Sequence
 from datetime import date, time
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from wholebatch.errors import UsageError
 from wholebatch.layout import LARGEST_NUMBER
-from wholebatch.train.settings import TrainConfig, default_warmup_updates
+from wholebatch.train.settings import BatchConfig, TrainConfig, default_warmup_updates
 
 Tables = dict[str, Any]
+# Keys of [batch] of which one is given: the first has a default, which the other takes the place of.
+_ONE_OF = (
+    ("global_batch_samples", "global_batch_items"),
+    ("micro_batch_samples", "tokens_per_micro_batch"),
+)
 
 
 def load_config(path: str | Path | None = None, changes: Sequence[str] = ()) -> TrainConfig:
@@ -79,7 +84,16 @@ def with_changes(tables: Tables, changes: Sequence[str]) -> Tables:
             if not isinstance(table, dict):
                 raise UsageError(f"--set {change}: {part} is no section, it has the value {_shown(table)}")
         table[path[-1]] = _value_of(text.strip())
+    _drop_replaced(changed, {change.partition("=")[0].replace(" ", "") for change in changes})
     return changed
+
+
+def _drop_replaced(tables: Tables, changed: set[str]) -> None:
+    """Take out the one of two keys whose other one was changed on the command line."""
+    for pair in _ONE_OF:
+        for key, other in (pair, pair[::-1]):
+            if f"batch.{key}" in changed and f"batch.{other}" not in changed and tables["batch"][key]:
+                tables["batch"].pop(other, None)
 
 
 def _value_of(text: str) -> Any:
@@ -112,10 +126,26 @@ def config_from_dict(tables: Tables, *, source: str = "settings") -> TrainConfig
     if not any(key.startswith(("warmup_", "decay_end_")) for key in tables.get("schedule", {})):
         warmup = default_warmup_updates(built["run"].num_updates)
         built["schedule"] = dataclasses.replace(built["schedule"], warmup_updates=warmup)
+    built["batch"] = _one_of_each(built["batch"], tables.get("batch", {}), source)
     config = TrainConfig(**built)
     _check_ranges(config, source)
     _check_names(config, source)
     return config
+
+
+def _one_of_each(batch: BatchConfig, given: Tables, source: str) -> BatchConfig:
+    """The batch with one of two keys at 0 where the other is given."""
+    for default, other in _ONE_OF:
+        one, two = getattr(batch, default), getattr(batch, other)
+        if two and default not in given:
+            batch = dataclasses.replace(batch, **cast("dict[str, Any]", {default: 0}))
+        elif bool(one) == bool(two):
+            these = f"both, {one} and {two}" if one else "none of them"
+            raise UsageError(
+                f"{source}: one of batch.{default} and batch.{other} says what it is, and here are "
+                f"{these}; give one and leave the other out, or set it to 0"
+            )
+    return batch
 
 
 def config_text(config: TrainConfig) -> str:
@@ -241,8 +271,14 @@ _RANGES: dict[str, tuple[float, float]] = {
     "run.seed": (0, LARGEST_NUMBER),  # what SampleOrder takes
     "run.evaluate_every_updates": (1, _MANY),
     "run.print_every_updates": (1, _MANY),
-    "batch.global_batch_samples": (1, _MANY),
-    "batch.micro_batch_samples": (1, _MANY),
+    "batch.global_batch_samples": (0, _MANY),
+    "batch.global_batch_items": (0, 2**53),
+    "batch.micro_batch_samples": (0, _MANY),
+    "batch.tokens_per_micro_batch": (0, _MANY),
+    "batch.tokens_alone": (0, _MANY),
+    "batch.cost_per_micro_batch": (0, 1e12),
+    "batch.cost_per_position": (0, 1e12),
+    "batch.cost_per_position_and_length": (0, 1e12),
     "data.held_out_one_in": (2, 10**6),
     "data.max_tokens_per_sample": (2, 2**24),
     "data.workers": (0, 1024),

@@ -9,14 +9,18 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from wholebatch.loading.reading import micro_batch
+from wholebatch.loading.lengths import PackAlone
+from wholebatch.loading.reading import collated, micro_batch, read_samples
 from wholebatch.objective import LossSum
+from wholebatch.plan import BatchPlan
 from wholebatch.record import Counters, Evaluation
 from wholebatch.replay import RandomState
 from wholebatch.result import losses_by_term, whole
-from wholebatch.train.material import Samples
+from wholebatch.train.material import Batch, Samples
 from wholebatch.train.parts import Job
 
+# Samples whose lengths are looked at together, where tokens bound a micro-batch.
+_READ_TOGETHER = 1024
 HELD_OUT = "held_out"
 HELD_OUT_AVERAGE = "held_out_average"
 
@@ -83,20 +87,34 @@ def _sums_of_this_rank(job: Job, samples: Samples, leave: Callable[[], bool]) ->
     lengths = getattr(samples, "lengths", None)
     order = range(len(samples)) if lengths is None else sorted(range(len(samples)), key=lengths.__getitem__)
     mine = list(order)[job.world.rank :: job.world.ranks]
-    m = job.plan.micro_batch_samples
     module = job.model.module
     terms = len(job.data.objective.coefficients)
     sums = torch.zeros(2, terms, dtype=torch.float64, device=job.world.device)
     with _aside(module), torch.no_grad():
-        for start in range(0, len(mine), m):
+        for batch in _micro_batches(job, samples, mine):
             if leave():
                 return True, sums.flatten().tolist()
-            ids = mine[start : start + m]
-            batch = micro_batch(samples, job.data.collate, ids, epoch=0, seed=job.config.run.seed)
             for term, (loss_sum, items) in enumerate(_in_order(job, job.loss(module, batch))):
                 sums[0, term] += loss_sum.reshape(())
                 sums[1, term] += items
     return False, sums.flatten().tolist()
+
+
+def _micro_batches(job: Job, samples: Samples, ids: list[int]) -> Iterator[Batch]:
+    """Some samples, in micro-batches that fit where those of the training fit."""
+    plan, collate, seed = job.plan, job.data.collate, job.config.run.seed
+    if isinstance(plan, BatchPlan):
+        m = plan.micro_batch_samples
+        for start in range(0, len(ids), m):
+            yield micro_batch(samples, collate, ids[start : start + m], epoch=0, seed=seed)
+        return
+    assert job.data.length_of is not None
+    pack = PackAlone(plan=plan, length_of=job.data.length_of)
+    for start in range(0, len(ids), _READ_TOGETHER):
+        some = ids[start : start + _READ_TOGETHER]
+        read = read_samples(samples, some, epoch=0, seed=seed)
+        for chosen in pack(list(zip(some, read, strict=True))):
+            yield collated(samples, collate, chosen, epoch=0, seed=seed)
 
 
 @contextmanager

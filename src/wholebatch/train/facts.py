@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.epochs import EpochLedger
+from wholebatch.item_order import ItemOrder
 from wholebatch.record import Resumption, RunHeader
+from wholebatch.report.budget_ledger import budget_text
 from wholebatch.report.ledger import plan_findings, plan_text
 from wholebatch.report.words import number_of
 from wholebatch.train.notes import notes
@@ -19,24 +22,38 @@ from wholebatch.verify.verification import Verification
 def describe(job: Job) -> str:
     """What will be trained, in the words of the ledger."""
     data, model, run = job.data.facts, job.model.facts, job.config.run
-    epoch = EpochLedger(plan=job.plan, dataset_samples=len(job.data.train))
     frozen = model["parameters"] - model["trainable_parameters"]
     return (
-        f"{plan_text(job.plan, ragged=True)}\n"
+        f"{_plan_words(job.plan)}\n"
         f"Data: {len(job.data.train):,} samples{_items(data, 'train_items')} to train on, "
         f"{len(job.data.held_out):,}{_items(data, 'held_out_items')} held out.\n"
         f"Model: {model['name']} of {model['parameters']:,} parameters"
         f"{f', {frozen:,} of them frozen,' if frozen else ''} in {precision(job)}.\n"
-        f"Run: {number_of(run.num_updates, 'update')}, {job.samples_of_run:,} samples; an epoch has "
-        f"{number_of(job.order.updates_per_epoch, 'update')}."
+        f"Run: {number_of(run.num_updates, 'update')}{_length_words(job)}."
         + "".join(f"\nNote: {note}." for note in notes(data, model))
-        + "".join(
-            # The one finding about the data that is true of runs shorter than an epoch too.
-            f"\nNote: {finding['message']}."
-            for finding in plan_findings(job.plan, epochs=epoch)
-            if finding["kind"] == "no_full_global_batch"
-        )
+        + "".join(f"\nNote: {message}." for message in _never_full(job))
     )
+
+
+def _plan_words(plan: AnyPlan) -> str:
+    return budget_text(plan) if isinstance(plan, BudgetPlan) else plan_text(plan, ragged=True)
+
+
+def _length_words(job: Job) -> str:
+    if isinstance(job.order, ItemOrder):
+        return f" of up to {job.order.global_batch_items:,} items"
+    return (
+        f", {job.samples_of_run:,} samples; an epoch has {number_of(job.order.updates_per_epoch, 'update')}"
+    )
+
+
+def _never_full(job: Job) -> list[str]:
+    """The one finding about the data that is true of runs shorter than an epoch too."""
+    if isinstance(job.plan, BudgetPlan):
+        return []
+    epoch = EpochLedger(plan=job.plan, dataset_samples=len(job.data.train))
+    found = plan_findings(job.plan, epochs=epoch)
+    return [finding["message"] for finding in found if finding["kind"] == "no_full_global_batch"]
 
 
 def _items(facts: Mapping[str, Any], key: str) -> str:
@@ -68,6 +85,8 @@ def header(job: Job, proof: Verification | None, command: Sequence[str]) -> RunH
         global_batch_samples=plan.global_batch_samples,
         micro_batch_samples=plan.micro_batch_samples,
         micro_batches_per_window=plan.micro_batches_per_window,
+        global_batch_items=plan.global_batch_items,
+        **_budget(plan),
         replicas=plan.replicas,
         layout=layout(job),
         tail=plan.tail,
@@ -81,6 +100,13 @@ def header(job: Job, proof: Verification | None, command: Sequence[str]) -> RunH
         proof=proof_facts(proof),
         launch=launch(),
     )
+
+
+def _budget(plan: AnyPlan) -> dict[str, Any]:
+    """What a header and a resumption say of micro-batches that tokens bound."""
+    if not isinstance(plan, BudgetPlan):
+        return {}
+    return {"tokens_per_micro_batch": plan.tokens_per_micro_batch, "rows": plan.rows}
 
 
 def resumption(
@@ -101,6 +127,7 @@ def resumption(
         samples=samples,
         micro_batch_samples=plan.micro_batch_samples,
         micro_batches_per_window=plan.micro_batches_per_window,
+        **_budget(plan),
         replicas=plan.replicas,
         layout=layout(job),
         precision=f"{precision(job)}, on {job.world.device.type}",

@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wholebatch.objective import Objective
+from wholebatch.split import SAMPLE_LENGTHS
 
 # A label of what nothing is learned of.
 IGNORED_LABEL = -100
+_ON_HOST = ("sample_ids", SAMPLE_LENGTHS)
 # One micro-batch: tensors by name, and "sample_ids" of shape (samples,).
 Batch = Mapping[str, Any]
 
@@ -35,9 +39,16 @@ class JobData:
         collate: ``collate(samples, ids, epoch)`` makes a micro-batch of chosen samples: padded tensors,
             and ``sample_ids``. The epoch matters where something is drawn anew in each, as masks are.
             Evaluations pass epoch 0.
+        collate_padded: the same in padded form, for the big batch that packed rows are compared with;
+            None where ``collate`` pads.
         vocabulary: token ids that the model must know; None where the source is the user's own.
         num_labels: classes of the objective "label"; None for the others.
         padding_id: token id of padding, masked or not attended to.
+        lengths: tokens of each sample to train on, shape (samples,); None where nobody knows them ahead.
+        items: items of each sample to train on, the same in every epoch, shape (samples,); None where
+            nobody knows them ahead.
+        length_of: tokens of a sample that was read, for samples whose lengths are not known ahead; None
+            where that can't be told either.
         facts: what the run header says about the data.
     """
 
@@ -45,9 +56,13 @@ class JobData:
     held_out: Samples
     objective: Objective
     collate: Callable[[Sequence[Any], Sequence[int], int], Batch]
+    collate_padded: Callable[[Sequence[Any], Sequence[int], int], Batch] | None = None
     vocabulary: int | None = None
     num_labels: int | None = None
     padding_id: int = 0
+    lengths: NDArray[np.int64] | None = None
+    items: NDArray[np.int64] | None = None
+    length_of: Callable[[Any], int] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,10 +83,10 @@ class JobModel:
 
 
 def on_device(batch: Batch, device: Any) -> Batch:
-    """The batch with its tensors on ``device``, sample ids left where they are."""
+    """The batch with its tensors on ``device``; sample ids and lengths stay where they are read."""
     return {
         name: value.to(device, non_blocking=True)
-        if isinstance(value, Tensor) and name != "sample_ids"
+        if isinstance(value, Tensor) and name not in _ON_HOST
         else value
         for name, value in batch.items()
     }

@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from wholebatch.epochs import samples_after
+from wholebatch.budget import AnyPlan, BudgetPlan, plan_token_budget
+from wholebatch.errors import UsageError
+from wholebatch.item_order import ItemOrder
 from wholebatch.objective import LossSum
-from wholebatch.order import SampleOrder
-from wholebatch.plan import BatchPlan, plan_batch
+from wholebatch.order import ORDER_RULE, SampleOrder
+from wholebatch.packing import CostModel
+from wholebatch.plan import plan_batch
 from wholebatch.replay import seed_all
 from wholebatch.train.data import load_data
 from wholebatch.train.data.store import TokenSamples, content_digest
@@ -20,7 +23,7 @@ from wholebatch.train.models.choose import build_model, check_model_settings
 from wholebatch.train.optimize import check_optimizer, make_optimizer, parameter_groups
 from wholebatch.train.precision import autocast, check_precision, make_scaler
 from wholebatch.train.schedule import check_schedule, make_schedule
-from wholebatch.train.settings import TrainConfig
+from wholebatch.train.settings import BatchConfig, TrainConfig
 from wholebatch.train.world import World
 from wholebatch.window import UpdateWindow
 
@@ -32,8 +35,8 @@ class Job:
     config: TrainConfig
     world: World
     data: JobData
-    plan: BatchPlan
-    order: SampleOrder
+    plan: AnyPlan
+    order: SampleOrder | ItemOrder
     model: JobModel
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum | Mapping[str, LossSum]:
@@ -48,24 +51,22 @@ class Job:
         return self.data.objective(output, batch)
 
     @property
-    def samples_of_run(self) -> int:
-        """Samples that all updates of the run consume."""
-        return samples_after(self.plan, self.config.run.num_updates, dataset_samples=self.order.num_samples)
+    def samples_of_run(self) -> int | None:
+        """Samples that all updates of the run consume; None where the global batch is given in items."""
+        if isinstance(self.order, ItemOrder):
+            return None
+        epochs, rest = divmod(self.config.run.num_updates, self.order.updates_per_epoch)
+        return epochs * self.order.samples_per_epoch + rest * self.order.global_batch_samples
 
 
-def check_settings(config: TrainConfig, ranks: int) -> BatchPlan:
+def check_settings(config: TrainConfig, ranks: int) -> AnyPlan:
     """Refuse what needs no data to be refused, and plan the global batch over the ranks there are.
 
     Raises:
         PlanError: the global batch does not divide over micro-batches and ranks.
         UsageError: settings that contradict each other, or name something that there is not.
     """
-    plan = plan_batch(
-        global_batch_samples=config.batch.global_batch_samples,
-        micro_batch_samples=config.batch.micro_batch_samples,
-        ranks=ranks,
-        tail=config.batch.tail,
-    )
+    plan = _plan(config.batch, ranks)
     check_precision(config.precision)
     check_schedule(config)
     check_optimizer(config.optimizer)
@@ -73,7 +74,66 @@ def check_settings(config: TrainConfig, ranks: int) -> BatchPlan:
     return plan
 
 
-def build_job(config: TrainConfig, world: World, plan: BatchPlan) -> Job:
+def _plan(batch: BatchConfig, ranks: int) -> AnyPlan:
+    if batch.tokens_per_micro_batch:
+        return plan_token_budget(
+            tokens_per_micro_batch=batch.tokens_per_micro_batch,
+            global_batch_samples=batch.global_batch_samples or None,
+            global_batch_items=batch.global_batch_items or None,
+            ranks=ranks,
+            rows=batch.rows,
+            tail=batch.tail,
+            too_long="alone" if batch.tokens_alone else "refuse",
+            tokens_alone=batch.tokens_alone or None,
+            cost=CostModel(
+                per_micro_batch=batch.cost_per_micro_batch,
+                per_position=batch.cost_per_position,
+                per_position_and_length=batch.cost_per_position_and_length,
+            ),
+        )
+    for key, value, default in (
+        ("global_batch_items", batch.global_batch_items, 0),
+        ("tokens_alone", batch.tokens_alone, 0),
+        ("rows", batch.rows, "padded"),
+    ):
+        if value != default:
+            raise UsageError(
+                f"batch.{key} = {value!r} goes with micro-batches that are cut by tokens; set "
+                f"batch.tokens_per_micro_batch in place of batch.micro_batch_samples = "
+                f"{batch.micro_batch_samples}"
+            )
+    return plan_batch(
+        global_batch_samples=batch.global_batch_samples,
+        micro_batch_samples=batch.micro_batch_samples,
+        ranks=ranks,
+        tail=batch.tail,
+    )
+
+
+def _order(config: TrainConfig, plan: AnyPlan, data: JobData) -> SampleOrder | ItemOrder:
+    if plan.global_batch_items is not None and isinstance(plan, BudgetPlan):
+        if data.items is None:
+            raise UsageError(
+                f"batch.global_batch_items = {plan.global_batch_items} needs the items of every sample "
+                f"ahead, and {config.data.source} does not give them; return items beside train, or set "
+                f"batch.global_batch_samples"
+            )
+        return ItemOrder(
+            num_samples=len(data.train),
+            global_batch_items=plan.global_batch_items,
+            items=data.items,
+            seed=config.run.seed,
+        )
+    assert plan.global_batch_samples is not None
+    return SampleOrder(
+        num_samples=len(data.train),
+        global_batch_samples=plan.global_batch_samples,
+        seed=config.run.seed,
+        tail=config.batch.tail,
+    )
+
+
+def build_job(config: TrainConfig, world: World, plan: AnyPlan) -> Job:
     """Read the samples and build the model.
 
     Args:
@@ -84,12 +144,8 @@ def build_job(config: TrainConfig, world: World, plan: BatchPlan) -> Job:
     data = load_data(config)
     if isinstance(data.train, TokenSamples):
         data = replace(data, facts={**data.facts, "train_digest": content_digest(data.train)})
-    order = SampleOrder(
-        num_samples=len(data.train),
-        global_batch_samples=plan.global_batch_samples,
-        seed=config.run.seed,
-        tail=config.batch.tail,
-    )
+    order = _order(config, plan, data)
+    _check_lengths(plan, data)
     # Models and data of a user's own may draw from any generator, and a checkpoint holds them all.
     seed_all(config.run.seed)
     model = build_model(config, data=data, device=world.device)
@@ -102,7 +158,6 @@ def make_window(job: Job) -> UpdateWindow:
     """The window over the job's model, with its optimizer, clipping, schedule and loss scaler."""
     config = job.config
     optimizer = make_optimizer(parameter_groups(job.model.module, config.optimizer), config.optimizer)
-    items = job.data.facts.get("train_items")
     return UpdateWindow(
         job.world.parallel(job.model.module),
         optimizer,
@@ -113,9 +168,36 @@ def make_window(job: Job) -> UpdateWindow:
             optimizer,
             config,
             samples_of_run=job.samples_of_run,
-            items_per_update=items / job.order.updates_per_epoch if items else 1.0,
+            **_per_update(job),
         ),
         scaler=make_scaler(config.precision, job.world.device),
+    )
+
+
+def _per_update(job: Job) -> dict[str, float]:
+    """The mean samples and items of a global batch, for the schedule; those that are known."""
+    order, items = job.order, job.data.facts.get("train_items")
+    if isinstance(order, ItemOrder):
+        per_update = order.global_batch_items * len(job.data.train) / max(1, int(order.items.sum()))
+        return {"samples_per_update": per_update, "items_per_update": float(order.global_batch_items)}
+    found = {"samples_per_update": float(min(order.global_batch_samples, order.num_samples))}
+    return found | ({"items_per_update": items / order.updates_per_epoch} if items else {})
+
+
+def _check_lengths(plan: AnyPlan, data: JobData) -> None:
+    """Refuse samples that no micro-batch can take before anything is trained on the others."""
+    if not isinstance(plan, BudgetPlan) or data.lengths is None or not len(data.lengths):
+        return
+    longest = int(data.lengths.argmax())
+    tokens, budget = int(data.lengths[longest]), plan.tokens_per_micro_batch
+    if tokens <= max(budget, plan.tokens_alone or 0):
+        return
+    over = int((data.lengths > max(budget, plan.tokens_alone or 0)).sum())
+    raise UsageError(
+        f"sample {longest} has {tokens} tokens, more than batch.tokens_per_micro_batch = {budget}"
+        f"{f' and batch.tokens_alone = {plan.tokens_alone}' if plan.tokens_alone else ''}, and so have "
+        f"{over - 1} others; raise it, set batch.tokens_alone to {tokens} or more to give such a sample a "
+        f"micro-batch of its own, or cut samples with data.max_tokens_per_sample"
     )
 
 
@@ -132,4 +214,6 @@ def data_identity(job: Job) -> dict[str, Any]:
         "seed": job.config.run.seed,
         "tail": job.config.batch.tail,
         "global_batch_samples": job.plan.global_batch_samples,
+        "global_batch_items": job.config.batch.global_batch_items or None,
+        "order": ORDER_RULE,
     }

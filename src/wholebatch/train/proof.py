@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from wholebatch.loading.lengths import PackAlone
 from wholebatch.loading.reading import read_samples
+from wholebatch.plan import BatchPlan
 from wholebatch.train.material import Batch
 from wholebatch.train.optimize import make_optimizer
 from wholebatch.train.parts import Job
@@ -25,17 +27,20 @@ def prove_first_batch(job: Job) -> Verification:
     Exactness: equal means exact in real arithmetic; how near, is measured in float64.
     """
     settings = job.config.optimizer
-    ids = proved_samples(job)
-    m = _micro_batch_samples(job)
+    parts = _micro_batches(job)
+    samples = [sample for part in parts for sample in part]
 
-    def collated(samples: list[tuple[int, Any]]) -> Batch:
-        return job.data.collate([one for _, one in samples], [number for number, _ in samples], 0)
+    def collated(some: list[tuple[int, Any]]) -> Batch:
+        # The big batch is a padded one whatever the rows of training are.
+        data = job.data
+        collate = (data.collate_padded or data.collate) if len(some) == len(samples) else data.collate
+        return collate([one for _, one in some], [number for number, _ in some], 0)
 
     return verify_window(
         job.model.module,
         job.loss,
-        list(zip(ids, read_samples(job.data.train, ids, epoch=0, seed=job.config.run.seed), strict=True)),
-        splits=[[len(ids[start : start + m]) for start in range(0, len(ids), m)]],
+        samples,
+        splits=[[len(part) for part in parts]],
         make_optimizer=lambda parameters: make_optimizer(list(parameters), settings),
         clip_grad_norm=settings.clip_grad_norm or None,
         objective=job.data.objective,
@@ -48,9 +53,23 @@ def proved_samples(job: Job) -> list[int]:
     return job.order.global_batch(0)[: job.config.proof.max_samples]
 
 
-def _micro_batch_samples(job: Job) -> int:
-    """The plan's, or half of the samples that are compared, so that there is something to accumulate."""
-    return max(1, min(job.plan.micro_batch_samples, len(proved_samples(job)) // 2))
+def _micro_batches(job: Job) -> list[list[tuple[int, Any]]]:
+    """The samples that the proof takes, with their ids, in micro-batches as the plan cuts them.
+
+    At least two where there are two samples, so that there is something to accumulate.
+    """
+    ids = proved_samples(job)
+    read = read_samples(job.data.train, ids, epoch=0, seed=job.config.run.seed)
+    samples = list(zip(ids, read, strict=True))
+    if isinstance(job.plan, BatchPlan):
+        m = max(1, min(job.plan.micro_batch_samples, len(ids) // 2))
+        return [samples[start : start + m] for start in range(0, len(ids), m)]
+    assert job.data.length_of is not None
+    parts = PackAlone(plan=job.plan, length_of=job.data.length_of)(samples)
+    if len(parts) == 1 and len(samples) > 1:
+        half = len(samples) // 2
+        return [parts[0][:half], parts[0][half:]]
+    return parts
 
 
 def proof_words(proof: Verification, job: Job) -> str:
@@ -62,7 +81,7 @@ def proof_words(proof: Verification, job: Job) -> str:
     taken, whole = len(proved_samples(job)), len(job.order.global_batch(0))
     which = "First global batch" if taken == whole else f"First {taken} samples of the first global batch"
     if proof.equal:
-        pieces = -(-taken // _micro_batch_samples(job))
+        pieces = len(proof.splits[0].micro_batch_samples)
         return f"{which}: {pieces} micro-batches make the update of the big batch.{where}"
     return f"{which}: NOT the update of the big batch ({proof.cause}).{where} {proof.advice}"
 

@@ -107,8 +107,14 @@ def check_schedule(config: TrainConfig) -> None:
     """
     unit = schedule_unit(config.schedule)
     run, batch = config.run.num_updates, config.batch.global_batch_samples
-    longest = {"updates": run, "samples": run * batch}.get(unit)  # nobody knows the items of a run
     warmup = getattr(config.schedule, f"warmup_{unit}")
+    if unit == "samples" and not batch and _ends_with_the_run(config.schedule, unit):
+        raise UsageError(
+            f'schedule.warmup_samples = {warmup} and schedule.decay = "{config.schedule.decay}", with '
+            f"batch.global_batch_items = {config.batch.global_batch_items}: nobody knows ahead how many "
+            f"samples a run will have; give schedule.decay_end_samples, or the lengths in updates or items"
+        )
+    longest = {"updates": run, "samples": run * batch or None}.get(unit)  # nobody knows a run's items
     if longest is None or config.schedule.decay == "constant" or warmup < max(longest, 1):
         return
     raise UsageError(
@@ -119,12 +125,20 @@ def check_schedule(config: TrainConfig) -> None:
     )
 
 
-def rate_curve(config: TrainConfig, *, samples_of_run: int, items_per_update: float = 1.0) -> RateCurve:
+def rate_curve(
+    config: TrainConfig,
+    *,
+    samples_of_run: int | None,
+    samples_per_update: float | None = None,
+    items_per_update: float = 1.0,
+) -> RateCurve:
     """The curve that the settings describe; the decay ends with the run where no end is given.
 
     Args:
         config: all settings: the schedule, the global batch and the updates of the run.
         samples_of_run: that ``run.num_updates`` updates consume, short tails taken into account; 1 or more.
+            None where the global batch is in items: then the end of a schedule in samples is given.
+        samples_per_update: of a full global batch, or their mean; by default those of the settings.
         items_per_update: mean items of a global batch, where the lengths of the samples tell it; above 0.
             Only a schedule in items needs it, to begin above 0: 1 makes the first update of its warm-up
             almost nothing.
@@ -136,11 +150,15 @@ def rate_curve(config: TrainConfig, *, samples_of_run: int, items_per_update: fl
     unit = schedule_unit(settings)
     consumed_per_update = {
         "updates": 1.0,
-        "samples": float(min(config.batch.global_batch_samples, samples_of_run)),
+        "samples": _least(samples_per_update or float(config.batch.global_batch_samples), samples_of_run),
         "items": float(items_per_update),
     }
     # Nobody knows the items of a run: there the end was given, or nothing decays.
-    ends = {"updates": float(config.run.num_updates), "samples": float(samples_of_run), "items": math.inf}
+    ends = {
+        "updates": float(config.run.num_updates),
+        "samples": _least(math.inf, samples_of_run),
+        "items": math.inf,
+    }
     return RateCurve(
         unit=unit,
         warmup=float(getattr(settings, f"warmup_{unit}")),
@@ -151,8 +169,17 @@ def rate_curve(config: TrainConfig, *, samples_of_run: int, items_per_update: fl
     )
 
 
+def _least(amount: float, bound: int | None) -> float:
+    return amount if bound is None else min(amount, float(bound))
+
+
 def make_schedule(
-    optimizer: Optimizer, config: TrainConfig, *, samples_of_run: int, items_per_update: float = 1.0
+    optimizer: Optimizer,
+    config: TrainConfig,
+    *,
+    samples_of_run: int | None,
+    samples_per_update: float | None = None,
+    items_per_update: float = 1.0,
 ) -> DeclaredSchedule:
     """The schedule to give to the window, declared in the unit of its lengths.
 
@@ -162,8 +189,7 @@ def make_schedule(
     Args:
         optimizer: the optimizer that the window steps; its rates are the highest ones.
         config: as for :func:`rate_curve`.
-        samples_of_run: as for :func:`rate_curve`.
-        items_per_update: as for :func:`rate_curve`.
+        samples_of_run, samples_per_update, items_per_update: as for :func:`rate_curve`.
 
     Raises:
         UsageError: as :func:`rate_curve`.
@@ -171,7 +197,12 @@ def make_schedule(
     Exactness: the rate depends on what was consumed and on nothing else, so it is the same under any
     micro-batch and number of replicas.
     """
-    curve = rate_curve(config, samples_of_run=samples_of_run, items_per_update=items_per_update)
+    curve = rate_curve(
+        config,
+        samples_of_run=samples_of_run,
+        samples_per_update=samples_per_update,
+        items_per_update=items_per_update,
+    )
 
     # A plain function: a scheduler's state takes in what any other callable holds.
     def share(consumed: int) -> float:
@@ -180,13 +211,17 @@ def make_schedule(
     return DeclaredSchedule(scheduler=LambdaLR(optimizer, share), unit=ADVANCED_BY[curve.unit])
 
 
+def _ends_with_the_run(settings: ScheduleConfig, unit: LengthUnit) -> bool:
+    return settings.decay != "constant" and not getattr(settings, f"decay_end_{unit}")
+
+
 def _refuse_odd_end(settings: ScheduleConfig, unit: LengthUnit, warmup: int, decay_end: int) -> None:
     if settings.decay == "constant" and decay_end:
         raise UsageError(
             f'schedule.decay_end_{unit} = {decay_end} and schedule.decay = "constant": nothing decays, so '
             f'nothing ends; leave the end at 0, or choose "cosine" or "linear"'
         )
-    if unit == "items" and settings.decay != "constant" and not decay_end:
+    if unit == "items" and _ends_with_the_run(settings, unit):
         raise UsageError(
             f'schedule.warmup_items = {warmup} and schedule.decay = "{settings.decay}": nobody knows ahead '
             f"how many items a run will have; give schedule.decay_end_items, or set the decay to "

@@ -44,14 +44,34 @@ class BatchConfig:
     """The global batch. Ranks do not appear: they share it, and it stays the same.
 
     Args:
-        global_batch_samples: samples of one update, over all replicas.
-        micro_batch_samples: samples of one forward on one replica.
+        global_batch_samples: samples of one update, over all replicas; 0 where it is given in items.
+        global_batch_items: items of one update at most, in whole samples; 0 where it is given in samples.
+        micro_batch_samples: samples of one forward on one replica; 0 where tokens bound it.
+        tokens_per_micro_batch: positions of one forward at most, padding included. The samples of the
+            global batch are then cut by their lengths, for less padding and even replicas, into as many
+            micro-batches as that takes; 0 where micro_batch_samples cuts them.
+        tokens_alone: a larger bound for a sample that does not fit and has a micro-batch of its own; 0
+            refuses such a sample.
+        rows: "padded" to the longest sample of the micro-batch, or "packed" one after the other without
+            padding, for a model that keeps them apart; with tokens_per_micro_batch.
+        cost_per_micro_batch: what a forward and backward costs whatever is in it, in the unit of
+            cost_per_position; replicas are balanced by cost, and "wholebatch measure --cost" measures it.
+        cost_per_position: for each position, padding included.
+        cost_per_position_and_length: for each position, times the length of the longest sample (of its
+            own sample in packed rows).
         tail: "partial" uses the samples at the end of an epoch that do not fill a global batch, with
             their own denominator; "drop" leaves them out and records how many.
     """
 
     global_batch_samples: int = 32
+    global_batch_items: int = 0
     micro_batch_samples: int = 4
+    tokens_per_micro_batch: int = 0
+    tokens_alone: int = 0
+    rows: Literal["padded", "packed"] = "padded"
+    cost_per_micro_batch: float = 0.0
+    cost_per_position: float = 1.0
+    cost_per_position_and_length: float = 0.0
     tail: Literal["partial", "drop"] = "partial"
 
 
@@ -71,7 +91,9 @@ class DataConfig:
         max_tokens_per_sample: cap on the tokens of a sample, begin and end marks included.
         too_long: what becomes of a longer row: "cut" makes several samples of a text, "truncate"
             drops its end, "refuse" names it and stops.
-        workers: processes that read samples beside the training; 0 reads them in between.
+        workers: processes that read samples beside the training, ahead of it; 0 reads them in between.
+        on_bad_sample: "raise" ends the run at a sample that can't be read; "skip" leaves it out of its
+            update, which has a denominator without it, and records it.
         options: given to your own function as keyword arguments.
     """
 
@@ -83,6 +105,7 @@ class DataConfig:
     max_tokens_per_sample: int = 256
     too_long: Literal["cut", "truncate", "refuse"] = "cut"
     workers: int = 0
+    on_bad_sample: Literal["raise", "skip"] = "raise"
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -6,11 +6,12 @@ it, and saves there, so that nothing is lost that was committed and nothing coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
 from wholebatch.errors import CheckpointError, JudgeError, PoisonedWindowError, RecordError, UsageError
+from wholebatch.loading import WindowBatches
 from wholebatch.ranks.together import ContactLostError
 from wholebatch.record import EndReason, Evaluation, UpdateRecord
 from wholebatch.report.output import OutputClosedError
@@ -133,22 +134,23 @@ class Training:
                 if stopped or done:
                     return done
 
-    def _windows(self) -> Generator[list[Batch]]:
+    def _windows(self) -> Generator[WindowBatches]:
         return windows(
             self.job.data,
             self.job.order,
             self.job.plan,
             replica=self.job.world.rank,
-            start_samples=self.window.counters.samples,
+            start_samples=self.window.counters.position,
             workers=self.job.config.data.workers,
             seed=self.job.config.run.seed,
+            on_bad_sample=self.job.config.data.on_bad_sample,
         )
 
-    def _update(self, micro_batches: Iterator[list[Batch]]) -> UpdateRecord | None:
+    def _update(self, micro_batches: Iterator[WindowBatches]) -> UpdateRecord | None:
         """One update; None where SIGTERM made it be left, and rolled back, on all ranks."""
         try:
             # Drawn inside the update, so that a sample that can't be read rolls it back on every rank.
-            with self.window.update(_drawn_from(micro_batches)) as update:
+            with self.window.update(_NextWindow(micro_batches)) as update:
                 for batch in update:
                     if self._stop.in_a_hurry:
                         raise _LeftError
@@ -289,6 +291,21 @@ class _LeftError(Exception):
     """An update is left on purpose, to be rolled back."""
 
 
-def _drawn_from(micro_batches: Iterator[list[Batch]]) -> Iterator[Batch]:
-    """The micro-batches of the next global batch, read when the first is asked for."""
-    yield from next(micro_batches)
+class _NextWindow:
+    """The micro-batches of the next global batch, read when the first is asked for.
+
+    Args:
+        windows: one global batch after the other.
+
+    Attributes:
+        left_out: ids of its samples that could not be read.
+    """
+
+    def __init__(self, windows: Iterator[WindowBatches]) -> None:
+        self._windows = windows
+        self.left_out: Sequence[int] = ()
+
+    def __iter__(self) -> Iterator[Batch]:
+        window = next(self._windows)
+        self.left_out = window.left_out
+        return iter(window)

@@ -29,7 +29,7 @@ from wholebatch.train.data.rows import (
     text_rows,
 )
 from wholebatch.train.data.samples import Reading, check_cap, read_rows
-from wholebatch.train.data.store import TokenSamples
+from wholebatch.train.data.store import TokenSample, TokenSamples
 from wholebatch.train.data.tokens import Tokenizer, bytes_tokenizer, folder_tokenizer
 from wholebatch.train.material import JobData
 from wholebatch.train.settings import TrainConfig
@@ -209,6 +209,9 @@ def _job_data(config: TrainConfig, reading: Reading, tokenizer: Tokenizer, form:
         vocabulary=tokenizer.vocabulary,
         num_labels=len(names) if kind == "label" else None,
         padding_id=tokenizer.padding_id,
+        lengths=train.lengths,
+        items=items,
+        length_of=_tokens_of,
         facts=facts | ({"labels": names} if kind == "label" else {}),
     )
 
@@ -249,6 +252,10 @@ def _items_of_samples(samples: TokenSamples, kind: str, masks: Masks | None) -> 
         candidates = np.diff(np.concatenate([[0], np.cumsum(masks.may_hide[samples.tokens])])[samples.ends])
         return masks.num_hidden(candidates)
     return np.asarray(samples.lengths - np.maximum(samples.learned_from, 1), dtype=np.int64)
+
+
+def _tokens_of(sample: TokenSample) -> int:
+    return len(sample.tokens)
 
 
 def _few(files: Sequence[str]) -> str:

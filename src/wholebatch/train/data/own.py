@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
@@ -22,7 +24,9 @@ from wholebatch.whereabouts import told
 
 _WHAT = "a function that returns a data set and its objective"
 _NEEDED = ("train", "objective")
-_OPTIONAL = ("held_out", "collate", "vocabulary", "num_labels", "padding_id")
+# Of each sample of train, by its index: tokens, and what the objective counts in it.
+_BY_SAMPLE = ("lengths", "items")
+_OPTIONAL = ("held_out", "collate", "vocabulary", "num_labels", "padding_id", *_BY_SAMPLE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +157,9 @@ def load_own(config: TrainConfig) -> JobData:
         vocabulary=parts.get("vocabulary"),
         num_labels=parts.get("num_labels"),
         padding_id=collation.padding_id,
+        lengths=_by_sample(parts, "lengths", train),
+        items=_by_sample(parts, "items", train),
+        length_of=_tokens_of,
         facts=facts,
     )
 
@@ -213,6 +220,49 @@ def _check(parts: Mapping[str, Any], source: str) -> None:
         )
     if len(parts["train"]) == 0:
         raise UsageError(f"data.source: train of {source} has no samples")
+    _check_by_sample(parts, source)
+
+
+def _check_by_sample(parts: Mapping[str, Any], source: str) -> None:
+    for key in _BY_SAMPLE:
+        if key not in parts:
+            continue
+        numbers = guarded(partial(np.asarray, parts[key]), f"{source}: reading {key} failed")
+        if numbers.dtype.kind not in "iu" or numbers.shape != (len(parts["train"]),):
+            raise UsageError(
+                f"data.source: {key} of {source} is an array of {numbers.dtype} of shape "
+                f"{list(numbers.shape)}; it has to hold a whole number for each of the "
+                f"{len(parts['train'])} samples of train"
+            )
+        if len(negative := np.flatnonzero(numbers < 0)):
+            raise UsageError(
+                f"data.source: {key} of {source} is {numbers[negative[0]]} for sample {negative[0]}; "
+                f"none is below 0"
+            )
+
+
+def _by_sample(parts: Mapping[str, Any], key: str, train: Samples) -> NDArray[np.int64] | None:
+    """These numbers of the samples that are trained on; None where the function gave none."""
+    if key not in parts:
+        return None
+    numbers = np.asarray(parts[key]).astype(np.int64)
+    # Some were held out of what the function gave.
+    return numbers if train is parts["train"] else numbers[cast("Subset[Any]", train).indices]
+
+
+def _tokens_of(sample: Any) -> int:
+    """The tokens of a sample whose length nobody gave.
+
+    Raises:
+        UsageError: it has no "input_ids".
+    """
+    if isinstance(sample, Mapping) and hasattr(sample.get("input_ids"), "__len__"):
+        return len(sample["input_ids"])
+    raise UsageError(
+        f"data.source: a sample is a {type(sample).__name__} without input_ids, so its tokens can't be "
+        f"told, and batch.tokens_per_micro_batch needs them; return lengths beside train, or set "
+        f"batch.micro_batch_samples"
+    )
 
 
 def _check_counts(objective: Any, batch: Batch, source: str) -> None:

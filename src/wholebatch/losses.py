@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wholebatch.errors import ObjectiveError
-from wholebatch.objective import Number, SummedLoss
+from wholebatch.objective import CheckedLossSum, Number, SummedLoss
 
 Selector = str | int | Callable[[Any], Tensor]
 
@@ -195,7 +195,7 @@ def _select(batch: Any, selector: Selector, name: str) -> Tensor:
 
 
 def _logits(output: Any) -> Tensor:
-    logits = getattr(output, "logits", output)
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         raise ObjectiveError(
             f"a model output of type {type(output).__name__} has no logits; give the objective a tensor"
@@ -219,14 +219,15 @@ def _cross_entropy(
     def number(wanted: Tensor) -> Number:
         counts = wanted != ignore_index
         if class_weights is None:
-            return counts.sum()
+            return torch.count_nonzero(counts)  # on the host twice as fast as a sum of booleans
         weights = class_weights.to(device=wanted.device, dtype=torch.float64)
         # No boolean indexing: on an accelerator it would wait for the device.
         return (weights[torch.where(counts, wanted, 0)] * counts).sum()
 
     def loss(output: Any, batch: Any) -> tuple[Tensor, Number]:
-        logits = _logits(output)
-        wanted = find(batch).to(logits.device, non_blocking=True)
+        logits, wanted = _logits(output), find(batch)
+        if wanted.device != logits.device:
+            wanted = wanted.to(logits.device, non_blocking=True)
         if logits.shape[:-1] != wanted.shape:
             raise ObjectiveError(
                 f"{name}: logits of shape {list(logits.shape)} do not fit labels of shape "
@@ -239,13 +240,13 @@ def _cross_entropy(
             )
         if shift:
             # Shift the labels, not the logits: a slice of the logits would copy the largest tensor here.
-            wanted = F.pad(wanted[:, 1:], (0, 1), value=ignore_index)
+            wanted = torch.constant_pad_nd(wanted, (-1, 1), ignore_index)
         rows, targets = logits.flatten(0, -2), wanted.flatten()
         if weights is None and label_smoothing == 0.0:
             # What F.cross_entropy does, with the number that the kernel has counted as it summed.
             log_shares = F.log_softmax(rows, dim=-1)
             summed, items = _NLL(log_shares, targets, None, _SUM, ignore_index)
-            return summed, items
+            return CheckedLossSum(summed, items)
         summed = F.cross_entropy(
             rows,
             targets,

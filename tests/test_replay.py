@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +27,75 @@ def test_the_same_random_state_draws_the_same_numbers() -> None:
     assert draw() != first
     state.restore()
     assert draw() == first
+
+
+def numpy_state() -> tuple[list[int], tuple[Any, ...]]:
+    _, key, *rest = RandomState.capture().numpy
+    return key.tolist(), tuple(rest)
+
+
+def numpy_state_by_numpy() -> tuple[list[int], tuple[Any, ...]]:
+    _, key, *rest = np.random.get_state()
+    return key.tolist(), tuple(rest)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_state_of_numpy_is_read_as_numpy_has_it_whatever_moves_it(seed: int) -> None:
+    """In random orders: draws that keep a normal number for the next, that take it, and whole states."""
+    with random_state_kept():
+        chosen = random.Random(seed)
+        other = np.random.RandomState(seed).get_state()
+        moves: list[Callable[[], Any]] = [
+            lambda: np.random.randn(1),
+            lambda: np.random.randn(1),
+            lambda: np.random.rand(chosen.randrange(700)),
+            lambda: np.random.seed(seed),
+            lambda: np.random.set_state(other),
+            lambda: None,
+        ]
+        for _ in range(60):
+            chosen.choice(moves)()
+            assert numpy_state() == numpy_state_by_numpy()
+
+
+def test_the_state_of_numpy_is_read_out_anew_only_where_it_has_moved() -> None:
+    np.random.rand()
+    RandomState.capture()
+    with mock.patch.object(np.random, "get_state", wraps=np.random.get_state) as read_out:
+        state = RandomState.capture()
+        assert read_out.call_count == 0
+        np.random.rand()
+        RandomState.capture()
+        assert read_out.call_count == 1
+        state.restore()
+        assert numpy_state() == (state.numpy[1].tolist(), state.numpy[2:])
+
+
+def test_a_normal_number_that_numpy_keeps_for_the_next_call_is_put_back() -> None:
+    with random_state_kept():
+        np.random.seed(1)
+        np.random.randn(1)  # draws two and keeps one
+        state = RandomState.capture()
+        first = np.random.randn(3).tolist()
+        second = RandomState.capture()
+        state.restore()
+        assert np.random.randn(3).tolist() == first
+        second.restore()
+        assert first != np.random.randn(3).tolist()
+
+
+def test_another_generator_of_numpy_is_read_out_every_time() -> None:
+    found = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy's own, about a state that is no tuple
+            state = RandomState.capture()
+            first = np.random.randn(3).tolist()
+            state.restore()
+        assert np.random.randn(3).tolist() == first
+    finally:
+        np.random.set_bit_generator(found)
 
 
 def test_batch_norm_buffers_move_and_are_put_back() -> None:

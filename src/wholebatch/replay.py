@@ -6,7 +6,9 @@ no trace; verify uses the same pieces to run one forward twice.
 
 from __future__ import annotations
 
+import ctypes
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ class RandomState:
         there = not host_alone and torch.accelerator.is_available()
         return cls(
             python=random.getstate(),
-            numpy=np.random.get_state(),
+            numpy=_NUMPY.read(),
             host=torch.get_rng_state(),
             accelerator=_accelerator().get_rng_state() if there else None,
         )
@@ -48,6 +50,46 @@ class RandomState:
         torch.set_rng_state(self.host)
         if self.accelerator is not None:
             _accelerator().set_rng_state(self.accelerator)
+
+
+class _NumpyState:
+    """The state of numpy's own generator, read out anew only where it has moved.
+
+    ``get_state`` makes a Python object of each of its 624 numbers. Where the memory of the generator is
+    the same as at the last reading, so is the state: a normal number kept for the next call is kept by a
+    draw, which moves the generator. A reading that holds such a number is not used again, since the
+    next call takes it without a draw.
+
+    Source: ``BitGenerator.ctypes.state_address`` is in numpy's manual; that the memory of an MT19937 is
+    its key and its place is not, and is compared with ``get_state`` at every reading.
+    """
+
+    def __init__(self) -> None:
+        self._memory: tuple[int, bytes] | None = None
+        self._state: Any = None
+
+    def read(self) -> Any:
+        memory = self._look()
+        if memory is None:
+            return np.random.get_state()
+        if memory != self._memory:
+            state: Any = np.random.get_state()
+            _, key, place, has_normal, _ = state
+            expected = key.tobytes() + int(place).to_bytes(4, sys.byteorder)
+            self._memory = memory if memory[1] == expected and not has_normal else None
+            self._state = state
+        return self._state
+
+    def _look(self) -> tuple[int, bytes] | None:
+        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if type(generator) is not np.random.MT19937:
+            return None
+        address = generator.ctypes.state_address
+        return address, ctypes.string_at(address, _MT19937_BYTES)
+
+
+_MT19937_BYTES = 624 * 4 + 4
+_NUMPY = _NumpyState()
 
 
 def _accelerator() -> Any:

@@ -24,6 +24,7 @@ from wholebatch.errors import (
 )
 from wholebatch.gradients import careful_norm
 from wholebatch.objective import counted_loss, sample_loss
+from wholebatch.snapshot import CLOSE_UPDATES
 from wholebatch.window import UpdateWindow
 
 X = torch.arange(8, dtype=torch.float64).reshape(2, 4) / 8
@@ -81,25 +82,69 @@ MEDDLING: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("after", range(1, 6))
-@pytest.mark.parametrize("first", range(9))
-def test_a_write_to_any_four_gradients_in_a_row_is_seen_in_the_next_turn(first: int, after: int) -> None:
-    model = nn.Sequential(*(linear(seed, 4 if seed == 0 else 3) for seed in range(6)))
-    window = UpdateWindow(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    turns = []
+TURNS = 4
+WATCHED = "gradients were written or cleared"
 
-    def loop() -> None:
-        with window.update([X] * 8) as update:
-            for batch in update:
-                turns.append(batch)
-                update.backward(squares(model, batch))
-                if len(turns) == after:
-                    for parameter in list(model.parameters())[first : first + 4]:
+
+class Writer:
+    """Updates of four micro-batches in which chosen gradients are written after a chosen turn."""
+
+    def __init__(self, *, updates_before: int) -> None:
+        self.model = nn.Sequential(*(linear(seed, 4 if seed == 0 else 3) for seed in range(3)))
+        self.window = UpdateWindow(self.model, torch.optim.SGD(self.model.parameters(), lr=1e-4))
+        self.turns_run = 0
+        for _ in range(updates_before):
+            self.run(slice(0), after=1)
+
+    def run(self, written: slice, *, after: int) -> None:
+        with self.window.update([X] * TURNS) as update:
+            for self.turns_run, batch in enumerate(update, start=1):
+                update.backward(squares(self.model, batch))
+                if self.turns_run == after:
+                    for parameter in list(self.model.parameters())[written]:
                         parameter.grad *= 2
 
-    with pytest.raises(ChangedInsideWindowError, match="gradients were written"):
-        loop()
-    assert len(turns) == after + 1
+
+@pytest.mark.parametrize("after", range(1, TURNS + 1))
+@pytest.mark.parametrize("updates_before", [0, CLOSE_UPDATES - 1, CLOSE_UPDATES, 3 * CLOSE_UPDATES])
+def test_a_write_to_one_gradient_is_seen_in_the_next_turn_of_a_close_update(
+    updates_before: int, after: int
+) -> None:
+    for one in range(6):
+        writer = Writer(updates_before=updates_before)
+        with pytest.raises(ChangedInsideWindowError, match=WATCHED):
+            writer.run(slice(one, one + 1), after=after)
+        assert writer.turns_run == min(after + 1, TURNS)
+
+
+@pytest.mark.parametrize("after", range(1, TURNS + 1))
+def test_a_write_to_all_gradients_is_seen_in_the_next_turn_of_every_update(after: int) -> None:
+    writer = Writer(updates_before=CLOSE_UPDATES + 1)
+    for _ in range(CLOSE_UPDATES + 2):
+        with pytest.raises(ChangedInsideWindowError, match=WATCHED):
+            writer.run(slice(None), after=after)
+        assert writer.turns_run == min(after + 1, TURNS)
+
+
+def test_a_write_to_one_gradient_after_the_last_backward_is_seen_in_every_update() -> None:
+    for one in range(6):
+        writer = Writer(updates_before=CLOSE_UPDATES + 1)
+        with pytest.raises(ChangedInsideWindowError, match=WATCHED):
+            writer.run(slice(one, one + 1), after=TURNS)
+
+
+def test_a_write_to_one_gradient_between_two_turns_is_seen_in_one_update_of_several() -> None:
+    """The rule of docs/window.md as it is, so that a change of it shows."""
+    seen = []
+    writer = Writer(updates_before=CLOSE_UPDATES + 1)
+    numbers = range(CLOSE_UPDATES + 1, 2 * CLOSE_UPDATES + 1)
+    for number in numbers:
+        try:
+            writer.run(slice(0, 1), after=1)
+        except ChangedInsideWindowError:
+            seen.append(number)
+    its_turn = [number for number in numbers if number % 6 == 0]  # there are six gradients
+    assert seen == [*its_turn, 2 * CLOSE_UPDATES]
 
 
 @pytest.mark.parametrize("after", [1, 3])

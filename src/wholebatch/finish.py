@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from wholebatch.gradients import gradients_of, own_parameters, read_scalars, sca
 from wholebatch.ranks.base import Ranks
 from wholebatch.record import Counters
 
+_DTYPE = attrgetter("dtype")
 ScheduleUnit = Literal["applied_update", "attempted_update", "sample", "item"]
 
 
@@ -132,6 +134,7 @@ class Finish:
         self.optimizers = tuple(optimizers)
         self._refuse_no_optimizers()
         self.parameters: list[nn.Parameter] = []
+        self._of_each: list[list[nn.Parameter]] = []  # the same by optimizer
         self._known_scale: tuple[tuple[int, int] | None, float] | None = None
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._clip = clip_grad_norm
@@ -145,7 +148,9 @@ class Finish:
         Raises:
             UnsupportedError: a parameter of two optimizers, or of a kind that can't be stepped exactly.
         """
-        known, self.parameters = self.parameters, own_parameters(self.optimizers)
+        known, self._of_each = self.parameters, [own_parameters([one]) for one in self.optimizers]
+        several = len(self._of_each) > 1
+        self.parameters = own_parameters(self.optimizers) if several else self._of_each[0]
         if self.scaler is not None and self.scale_mark() is None and self.parameters:
             self.scaler.scale(torch.zeros((), device=self.parameters[0].device))
         if list(map(id, known)) == list(map(id, self.parameters)):
@@ -227,8 +232,8 @@ class Finish:
         Exactness: one rounding of ``factor`` to float32 where a fused optimizer applies it, else one
         of each product to the gradient's dtype.
         """
-        for optimizer in self.optimizers:
-            gradients = gradients_of(own_parameters([optimizer]))
+        for optimizer, parameters in zip(self.optimizers, self._of_each, strict=True):
+            gradients = gradients_of(parameters)
             if not gradients:
                 continue  # a scaler asserts that it checked some gradient; without one there is no step
             with _times(optimizer, gradients, factor):
@@ -305,18 +310,17 @@ def _times(optimizer: Optimizer, gradients: Sequence[Tensor], factor: float) -> 
     if factor == 1.0:
         yield
     elif _folds(optimizer, gradients, factor):
-        # A fused kernel divides by grad_scale as it reads the gradient, and skips on found_inf. Both
-        # are attributes that GradScaler sets and removes in the same way.
+        # A fused kernel divides by grad_scale as it reads the gradient. It is an attribute that GradScaler
+        # sets and removes in the same way, with a found_inf beside it, which costs a pass over the
+        # optimizer's counts of steps, and the window steps only where nothing is infinite.
         device = gradients[0].device
         fused: Any = optimizer
         try:
             fused.grad_scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
-            fused.found_inf = torch.zeros((), dtype=torch.float32, device=device)
             yield
         finally:
-            for name in ("grad_scale", "found_inf"):
-                if hasattr(fused, name):  # GradScaler.step removes them itself
-                    delattr(fused, name)
+            if hasattr(fused, "grad_scale"):  # GradScaler.step removes it itself
+                del fused.grad_scale
     else:
         scale_gradients(gradients, factor)
         yield
@@ -330,7 +334,7 @@ def _folds(optimizer: Optimizer, gradients: Sequence[Tensor], factor: float) -> 
     # grad_scale is a float32: a float64 gradient would lose half its digits to it, and a factor far
     # from 1 does not fit
     fits = 1e-30 < factor < 1e30
-    return fused and fits and all(gradient.dtype != torch.float64 for gradient in gradients)
+    return fused and fits and torch.float64 not in map(_DTYPE, gradients)
 
 
 def needs_closure(optimizer_step: Callable[..., Any]) -> bool:

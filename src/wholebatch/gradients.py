@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 
 def own_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     """Every parameter that ``optimizers`` move, each once, in the order of their groups."""
-    unique: dict[int, nn.Parameter] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                unique[id(parameter)] = parameter
+    unique: dict[int, nn.Parameter] = {
+        id(parameter): parameter
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     return list(unique.values())
 
 
@@ -25,7 +26,7 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
     Exactness: no arithmetic; the tensors themselves.
     """
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient for gradient in map(_GRADIENT, parameters) if gradient is not None]
 
 
 @torch.no_grad()
@@ -90,13 +91,11 @@ def read_scalars(values: Sequence[Tensor | int | float]) -> list[float]:
     Returns:
         Their values in order; those of a device pass through float64.
     """
-    away = [value for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
+    away = [value for value in values if isinstance(value, Tensor) and not value.is_cpu]
     read = iter(read_stacked(away) if away else ())
     # what lies on the host already would only be slowed down by stacking
     return [
-        float(value.detach().item() if value.device.type == "cpu" else next(read))
-        if isinstance(value, Tensor)
-        else float(value)
+        float(value.item() if value.is_cpu else next(read)) if isinstance(value, Tensor) else float(value)
         for value in values
     ]
 
@@ -131,22 +130,25 @@ def copy_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Paramete
 class GradientWatch:
     """Sees whether somebody else writes, replaces or clears gradients; reads no value.
 
-    Torch counts the writes of every tensor (``Tensor._version``). Between two turns every fourth
-    gradient is looked at, other ones in each turn, so whatever touches all of them, or any four in a
-    row, is seen at once; whether each is still the same tensor is asked of all before it can get lost.
+    Torch counts the writes of every tensor (``Tensor._version``). To ask for a count takes a microsecond
+    or more between a forward and a backward, where nothing of it is in a cache. So a light watch asks one
+    gradient between two turns, another one in each update, and sees at once whatever writes them all.
+    After the last backward it asks all. Whether each is still the same tensor is asked of all before it
+    can get lost.
 
     Args:
-        parameters: those whose gradients are watched.
+        parameters: those whose gradients are watched; none has a gradient yet, unless a mark follows.
+        light: which gradient a light watch asks, counted round; ``None`` asks all in every turn.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, light: int | None = None) -> None:
         self._parameters = list(parameters)
+        self._light = light
         self._without = self._parameters  # those that had no gradient at the last mark
         self._with: list[nn.Parameter] = []
         self._gradients: list[Tensor] = []
-        self._sample: list[Tensor] = []
+        self._asked: list[Tensor] = []
         self._versions: list[int] = []
-        self._turn = 0
 
     def mark(self, *, whole: bool = True) -> None:
         """Note the gradients as they are.
@@ -154,17 +156,21 @@ class GradientWatch:
         Args:
             whole: note all, also those that are other tensors than before, as after a reduction.
         """
-        if whole:
-            self._without, self._with, self._gradients = self._parameters, [], []
-        if self._without:
-            found = [(parameter, parameter.grad) for parameter in self._without]
-            self._without = [parameter for parameter, gradient in found if gradient is None]
-            new = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
-            self._with += [parameter for parameter, _ in new]
-            self._gradients += [gradient for _, gradient in new]
-        self._turn += 1
-        self._sample = self._gradients if whole else self._gradients[self._turn % _STRIDE :: _STRIDE]
-        self._versions = list(map(_VERSION, self._sample))
+        if whole or self._without:
+            self._note(self._parameters if whole else self._without, keep=not whole)
+        self._versions = [gradient._version for gradient in self._asked]
+
+    def _note(self, parameters: list[nn.Parameter], *, keep: bool) -> None:
+        found = gradients_of(parameters)
+        present = parameters
+        self._without = []
+        if len(found) < len(parameters):
+            present = [parameter for parameter in parameters if parameter.grad is not None]
+            self._without = [parameter for parameter in parameters if parameter.grad is None]
+        self._with = self._with + present if keep else present
+        self._gradients = self._asked = self._gradients + found if keep else found
+        if keep and self._light is not None and self._gradients:
+            self._asked = [self._gradients[self._light % len(self._gradients)]]
 
     def changed(self, *, whole: bool = True) -> bool:
         """Whether gradients are not as at the last mark.
@@ -172,20 +178,19 @@ class GradientWatch:
         Args:
             whole: ask of all whether they are the same tensors, not only of those that were marked.
         """
-        if self._versions != list(map(_VERSION, self._sample)):
+        if self._versions != [gradient._version for gradient in self._asked]:
             return True
-        if any(parameter.grad is not None for parameter in self._without):
+        if self._without and gradients_of(self._without):
             return True
         # a dense gradient that is added to a sparse one takes its place, in torch itself
         return whole and any(
-            parameter.grad is not gradient and not gradient.is_sparse
-            for parameter, gradient in zip(self._with, self._gradients, strict=True)
+            now is not gradient and not gradient.is_sparse
+            for now, gradient in zip(map(_GRADIENT, self._with), self._gradients, strict=True)
         )
 
 
-_VERSION = attrgetter("_version")
+_GRADIENT = attrgetter("grad")
 _KIND = attrgetter("device", "dtype", "layout")
-_STRIDE = 4
 
 
 def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:

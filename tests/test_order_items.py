@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wholebatch import item_order
 from wholebatch.errors import PlanError
 from wholebatch.item_order import ItemOrder
 from wholebatch.order import Order, SampleOrder
@@ -82,9 +84,11 @@ def test_a_run_goes_on_from_any_boundary(order: ItemOrder, data: st.DataObject) 
     begins = np.cumsum([0, *map(len, expected[:-1])]).tolist()
     number = data.draw(st.integers(0, len(begins) - 1))
     fresh = dataclasses.replace(order)
-    assert walk(fresh, begins[number], end) == expected[number:]
-    for at_random in data.draw(st.permutations(range(len(begins))))[:10]:
-        assert fresh.global_batch(begins[at_random]) == expected[at_random]
+    read_together = data.draw(st.sampled_from([1, 2, 5, 17, 2**16]))
+    with mock.patch.object(item_order, "_WALK_SAMPLES", read_together):
+        assert walk(fresh, begins[number], end) == expected[number:]
+        for at_random in data.draw(st.permutations(range(len(begins))))[:10]:
+            assert fresh.global_batch(begins[at_random]) == expected[at_random]
 
 
 @given(order=item_orders(), position=st.integers(0, 150))

@@ -110,6 +110,24 @@ def test_a_position_inside_an_update_is_refused(order: ItemOrder, position: int)
             call(position)
 
 
+def test_what_was_seen_of_one_epoch_says_nothing_of_the_next() -> None:
+    """Three epochs of updates of 2 and 1 samples: 0, 2, 3, 5, 6, 8."""
+    order = ItemOrder(
+        num_samples=3, global_batch_items=2, items=np.array([1, 1, 1], dtype=np.int64), shuffle=False
+    )
+    assert walk(order, 0, 3) == [[0, 1], [2]]
+    for _ in range(2):
+        with pytest.raises(
+            PlanError, match=r"position=7 lies inside an update: .* begin at 6 or 8, the near"
+        ):
+            order.global_batch(7)
+    assert order.global_batch(8) == [2]
+    with pytest.raises(
+        PlanError, match=r"position=4 lies inside an update: .* begin at 3 or 5, the nearest"
+    ):
+        order.global_batch(4)
+
+
 @given(order=item_orders(), m=st.integers(1, 4), replicas=st.integers(1, 5))
 @quick
 def test_every_split_sees_the_same_global_batch(order: ItemOrder, m: int, replicas: int) -> None:

@@ -219,7 +219,7 @@ def test_what_type_checkers_see_is_what_is_there():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(AttributeError, match=r"no attribute 'step'; it has Layout, SampleOrder"):
+    with pytest.raises(AttributeError, match=r"no attribute 'step'; it has SampleOrder, UpdateWindow"):
         _ = PUBLIC.step
 
 

@@ -10,44 +10,44 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wholebatch.budget import plan_token_budget as plan_token_budget
     from wholebatch.errors import WholebatchError as WholebatchError
     from wholebatch.finish import per_update as per_update
-    from wholebatch.layout import Layout as Layout
+    from wholebatch.loading import WindowLoader as WindowLoader
     from wholebatch.losses import next_token_loss as next_token_loss
     from wholebatch.losses import token_loss as token_loss
     from wholebatch.objective import counted_loss as counted_loss
     from wholebatch.objective import weighted_terms as weighted_terms
     from wholebatch.order import SampleOrder as SampleOrder
     from wholebatch.plan import plan_batch as plan_batch
-    from wholebatch.record import UpdateRecord as UpdateRecord
     from wholebatch.verify import verify_window as verify_window
     from wholebatch.window import UpdateWindow as UpdateWindow
 
 _HOMES = {
-    "Layout": "layout",
     "SampleOrder": "order",
-    "UpdateRecord": "record",
     "UpdateWindow": "window",
     "WholebatchError": "errors",
+    "WindowLoader": "loading",
     "counted_loss": "objective",
     "next_token_loss": "losses",
     "per_update": "finish",
     "plan_batch": "plan",
+    "plan_token_budget": "budget",
     "token_loss": "losses",
     "verify_window": "verify",
     "weighted_terms": "objective",
 }
 
 __all__ = [
-    "Layout",
     "SampleOrder",
-    "UpdateRecord",
     "UpdateWindow",
     "WholebatchError",
+    "WindowLoader",
     "counted_loss",
     "next_token_loss",
     "per_update",
     "plan_batch",
+    "plan_token_budget",
     "token_loss",
     "verify_window",
     "weighted_terms",

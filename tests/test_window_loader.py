@@ -1,0 +1,120 @@
+"""A loader of whole windows in the window: on one rank and two, with samples that can't be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+import wholebatch as wb
+from ranks import run_ranks
+from wholebatch.budget import BudgetPlan, plan_token_budget
+from wholebatch.errors import WindowUsageError
+from wholebatch.loading import WindowLoader, pad_collate
+from wholebatch.record import UpdateRecord
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Twelve samples of 3 to 5 tokens; some can't be read."""
+
+    def __init__(self, unreadable: range) -> None:
+        self.unreadable = unreadable
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index in self.unreadable:
+            raise OSError(f"sample {index} is gone")
+        tokens = torch.arange(index, index + 3 + index % 3) % 9
+        return {"input_ids": tokens, "labels": tokens}
+
+
+LENGTHS = [3 + index % 3 for index in range(12)]
+
+
+def a_window(plan: Any, *, wrapped: bool = False) -> wb.UpdateWindow:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = DistributedDataParallel(model) if wrapped else model
+    return wb.UpdateWindow(wrapper, optimizer, wb.next_token_loss(), plan=plan)
+
+
+def run_one(window: wb.UpdateWindow, batches: list[dict[str, Tensor]]) -> UpdateRecord:
+    objective = wb.next_token_loss()
+    return window.run(batches, lambda model, batch: objective(model(batch["input_ids"]), batch))
+
+
+def budget(ranks: int = 1, tokens: int = 12) -> BudgetPlan:
+    return plan_token_budget(global_batch_samples=4, tokens_per_micro_batch=tokens, ranks=ranks)
+
+
+def trained(
+    rank: int, ranks: int, unreadable: range, tokens: int = 12
+) -> tuple[list[UpdateRecord], Tensor, int]:
+    """Records, parameters and where the next update would begin, after one epoch."""
+    plan = budget(ranks, tokens)
+    window = a_window(plan, wrapped=ranks > 1)
+    loader = WindowLoader(
+        Rows(unreadable),
+        plan=plan,
+        collate=pad_collate(),
+        lengths=LENGTHS,
+        replica=rank,
+        shuffle=False,
+        on_bad_sample="skip",
+    )
+    records = [run_one(window, batches) for batches in window.batches(loader)]
+    parameters = torch.cat([p.detach().flatten() for p in window.model.parameters()])
+    return records, parameters, window.counters.position
+
+
+@pytest.mark.parametrize("unreadable", [range(0), range(5, 6), range(4, 8)], ids=["none", "one", "all"])
+def test_ranks_and_budgets_train_the_same(unreadable: range) -> None:
+    records, alone, position = trained(0, 1, unreadable)
+    other, wide, _ = trained(0, 1, unreadable, tokens=40)
+    assert position == 12
+    assert [r.samples for r in records] == [4, 4 - len(unreadable), 4]
+    assert [r.samples_left_out for r in records] == [0, len(unreadable), 0]
+    assert records[1].items == sum(LENGTHS[i] - 1 for i in range(4, 8) if i not in unreadable)
+    assert records[1].outcome == ("skipped_empty" if len(unreadable) == 4 else "applied")
+    assert not any(r.partial for r in records)
+    assert sum(r.micro_batches for r in records) > sum(r.micro_batches for r in other)
+    assert torch.allclose(alone, wide, rtol=0, atol=1e-14)
+    for records_of_two, parameters, there in run_ranks(trained, 2, unreadable):
+        assert torch.allclose(alone, parameters, rtol=0, atol=1e-14)
+        assert there == 12
+        for a, b in zip(records, records_of_two, strict=True):
+            assert (a.samples, a.items, a.samples_left_out) == (b.samples, b.items, b.samples_left_out)
+
+
+def test_a_budget_needs_a_loader_of_whole_windows() -> None:
+    window = a_window(budget())
+    with pytest.raises(WindowUsageError, match="draw from a WindowLoader"):
+        next(window.batches([torch.zeros(2)]))
+
+
+def test_a_window_larger_than_its_plan_is_refused() -> None:
+    window = a_window(budget())
+    tokens = torch.zeros(5, 3, dtype=torch.int64)
+    with (
+        pytest.raises(
+            WindowUsageError, match="holds 5 samples over 1 replicas, more than the plan's global"
+        ),
+        window.update([{"input_ids": tokens, "labels": tokens}]) as update,
+    ):
+        for batch in update:
+            update.backward(wb.next_token_loss()(window.model(batch["input_ids"]), batch))
+
+
+def test_items_bound_no_samples() -> None:
+    plan = plan_token_budget(global_batch_items=100, tokens_per_micro_batch=12)
+    window = a_window(plan)
+    tokens = torch.ones(5, 3, dtype=torch.int64)
+    record = run_one(window, [{"input_ids": tokens, "labels": tokens}] * 7)
+    assert (record.samples, record.partial) == (35, False)

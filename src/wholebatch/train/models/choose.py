@@ -20,9 +20,9 @@ from torch import nn
 from wholebatch.errors import UnsupportedError, UsageError
 from wholebatch.train.advice import is_out_of_memory
 from wholebatch.train.material import Batch, JobData, JobModel
-from wholebatch.train.models.gpt import GPT, GPTShape, num_parameters
+from wholebatch.train.models.gpt import GPT, Attention, GPTShape, num_parameters
 from wholebatch.train.models.huggingface import check_folder, check_shape, load_folder
-from wholebatch.train.models.inputs import token_ids
+from wholebatch.train.models.inputs import layout_of, token_ids
 from wholebatch.train.models.lora import add_adapters
 from wholebatch.train.models.own import call_own, own_function
 from wholebatch.train.settings import ModelConfig, TrainConfig
@@ -221,6 +221,11 @@ def compile_in_place(module: nn.Module, device: torch.device) -> None:
     with warnings.catch_warnings():
         # torch's compiler imports a part of torch that torch itself deprecates.
         warnings.filterwarnings("ignore", r".*torch\.jit\.script_method", DeprecationWarning)
+        for layer in module.modules():
+            if isinstance(layer, Attention):
+                # It is compiled around: each row has lengths of its own, and would be compiled anew.
+                whole = torch.compiler.disable(layer.attend_in_rows)  # type: ignore[no-untyped-call]
+                layer.attend_in_rows = whole
         module.compile(dynamic=True)
 
 
@@ -248,11 +253,11 @@ def _gpt(config: TrainConfig, data: JobData) -> JobModel:
 
 
 def _token_forward(module: nn.Module, batch: Batch) -> Any:
-    return module(token_ids(batch))
+    return module(token_ids(batch), layout=layout_of(batch))
 
 
 def _label_forward(module: nn.Module, batch: Batch) -> Any:
-    return module(token_ids(batch), batch.get("attention_mask"))
+    return module(token_ids(batch), batch.get("attention_mask"), layout_of(batch))
 
 
 def _checkpoint_folder_model(module: nn.Module, source: str) -> None:

@@ -2,7 +2,8 @@
 
 Nothing in it couples one sample to another, so its update does not depend on how the batch is cut.
 Samples are padded on the right: causal attention looks to the left only, so no real position ever
-sees padding, and padded positions have no label.
+sees padding, and padded positions have no label. Or they are packed into one row without padding, and
+attention and positions begin anew at each sample.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from wholebatch.errors import UsageError
+from wholebatch.rows import RowLayout, attend_in_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +43,7 @@ class GPTShape:
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention, within each sample."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -49,12 +51,18 @@ class Attention(nn.Module):
         self.dropout = shape.dropout
         self.to_query_key_value = nn.Linear(shape.width, 3 * shape.width)
         self.to_output = nn.Linear(shape.width, shape.width)
+        self.attend_in_rows = attend_in_rows
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, layout: RowLayout | None = None) -> Tensor:
         samples, tokens, width = x.shape
         parts = self.to_query_key_value(x).view(samples, tokens, 3, self.heads, width // self.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)  # each (samples, heads, tokens, width of a head)
         dropout = self.dropout if self.training else 0.0
+        if layout is not None:
+            query, key, value = parts[0].unbind(1)  # each (tokens, heads, width of a head)
+            in_row = self.attend_in_rows(query, key, value, layout, dropout=dropout)
+            packed: Tensor = self.to_output(in_row.reshape(1, tokens, width))
+            return packed
+        query, key, value = parts.permute(2, 0, 3, 1, 4)  # each (samples, heads, tokens, width of a head)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
         out: Tensor = self.to_output(mixed.transpose(1, 2).reshape(samples, tokens, width))
         return out
@@ -75,8 +83,8 @@ class Block(nn.Module):
         )
         self.drop = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, layout: RowLayout | None = None) -> Tensor:
+        x = x + self.drop(self.attention(self.attention_norm(x), layout))
         out: Tensor = x + self.drop(self.network(self.network_norm(x)))
         return out
 
@@ -107,40 +115,64 @@ class GPT(nn.Module):
             if name.endswith(("to_output.weight", "network.2.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        layout: RowLayout | None = None,
+    ) -> Tensor:
         """Logits, each a function of its own sample alone.
 
         Args:
-            input_ids: token ids, padded on the right; shape (samples, tokens).
+            input_ids: token ids, padded on the right, of shape (samples, tokens); or a packed row, of
+                shape (1, tokens).
             attention_mask: 1 for a real token and 0 for padding; shape (samples, tokens). Looked at
                 for labels only: a causal position does not see the padding on its right.
+            layout: where the samples of a packed row lie; ``None`` for padded samples.
 
         Returns:
-            Shape (samples, tokens, vocabulary); with labels (samples, num_labels), from the last real
-            position, the only one that has seen the whole sample.
+            Shape (samples, tokens, vocabulary), or (1, tokens, vocabulary) of a row; with labels (samples,
+            num_labels), from the last real position, the only one that has seen the whole sample.
 
         Raises:
-            UsageError: more tokens than the model has positions for, or labels without a mask.
+            UsageError: more tokens than the model has positions for, the layout of another row, or labels
+                without a mask or of a row.
 
-        Exactness: exact in real arithmetic over any split and any padding on the right.
+        Exactness: exact in real arithmetic over any split and any padding on the right, and over packed
+            rows.
         """
-        tokens = input_ids.shape[1]
-        if tokens > self.shape.max_tokens:
+        if layout is not None:
+            self._check_row(input_ids, layout)
+        longest = input_ids.shape[1] if layout is None else layout.longest
+        if longest > self.shape.max_tokens:
             raise UsageError(
-                f"a sample of {tokens} tokens does not fit a GPT of {self.shape.max_tokens} positions; "
+                f"a sample of {longest} tokens does not fit a GPT of {self.shape.max_tokens} positions; "
                 f"set data.max_tokens_per_sample to the longest sample, or cut it"
             )
+        positions = torch.arange(longest, device=input_ids.device) if layout is None else layout.positions
         x = self.token_embedding(input_ids)
-        x = self.drop(x + self.position_embedding(torch.arange(tokens, device=input_ids.device)))
+        x = self.drop(x + self.position_embedding(positions))
         for block in self.blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=True)
+                x = checkpoint(block, x, layout, use_reentrant=False, preserve_rng_state=True)
             else:
-                x = block(x)
+                x = block(x, layout)
         if self.shape.num_labels:
             x = _at_last_token(x, attention_mask)
         logits: Tensor = self.to_logits(self.final_norm(x))
         return logits
+
+    def _check_row(self, input_ids: Tensor, layout: RowLayout) -> None:
+        if self.shape.num_labels:
+            raise UsageError(
+                f"the built-in GPT of {self.shape.num_labels} labels reads one for each padded sample, and "
+                f"was given a packed row of {layout.tokens} tokens; pad the samples"
+            )
+        if tuple(input_ids.shape) != (1, layout.tokens):
+            raise UsageError(
+                f"samples of {layout.tokens} tokens together make a row of shape (1, {layout.tokens}), and "
+                f"input_ids is {tuple(input_ids.shape)}; give the layout of the same micro-batch"
+            )
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -144,18 +144,25 @@ def load_folder(config: TrainConfig, data: JobData, dtype: torch.dtype) -> JobMo
 def folder_forward(module: nn.Module, batch: Batch) -> Tensor:
     """Logits of a micro-batch: ``[samples, tokens, vocabulary]``, or ``[samples, labels]``.
 
+    Of a packed row they are ``[1, tokens, vocabulary]``.
+
     Exactness: padding is masked where the batch has an ``attention_mask``, so a sample's logits do not
-        depend on the others. Without samples the model runs on one of padding, which is cut off
+        depend on the others. Of a packed row the model is given the ``position_ids``, by which
+        transformers tells samples apart; whether a model heeds them, ``probe_packed_rows`` tries.
+        Without samples the model runs on one of padding, which is cut off
         again: transformers can't run on none, and every rank must reach every parameter.
     """
     given = {name: batch[name] for name in _INPUTS if isinstance(batch.get(name), Tensor)}
-    samples, tokens = token_ids(batch).shape
-    if samples == 0:
-        given = {name: value.new_ones(1, max(tokens, 1)) for name, value in given.items()}
-        given |= {name: torch.zeros_like(given[name]) for name in given if name != "attention_mask"}
+    samples, tokens = ids_shape = token_ids(batch).shape
+    empty = 0 in ids_shape
+    if empty:
+        filled = {name: value.new_zeros(max(samples, 1), max(tokens, 1)) for name, value in given.items()}
+        given = filled | {
+            name: torch.ones_like(value) for name, value in filled.items() if name == "attention_mask"
+        }
     logits: Tensor = module(**given).logits
-    if samples == 0:
-        return logits[:0, :tokens] if logits.ndim == 3 else logits[:0]
+    if empty:
+        return logits[:samples, :tokens] if logits.ndim == 3 else logits[:samples]
     return logits
 
 

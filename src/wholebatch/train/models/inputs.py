@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from wholebatch.errors import UsageError
+from wholebatch.rows import RowLayout, is_packed, row_layout
 from wholebatch.train.material import Batch
 
 
@@ -23,3 +24,13 @@ def token_ids(batch: Batch) -> Tensor:
             f"let collate name them so, or set model.source to a function that returns (module, forward)"
         )
     return found
+
+
+def layout_of(batch: Batch) -> RowLayout | None:
+    """Where the samples of a packed row lie, on the row's device; ``None`` of padded samples.
+
+    It is made outside of the module, whose wrapper would move ``sample_lengths`` to the device.
+    """
+    if not is_packed(batch):
+        return None
+    return row_layout(batch["sample_lengths"], token_ids(batch).device)

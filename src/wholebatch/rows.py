@@ -1,0 +1,338 @@
+"""Packed rows: the samples of a micro-batch in one row, one after the other, without padding.
+
+A packed micro-batch is a dict of tensors::
+
+    input_ids       [1, tokens]   the samples, in order
+    position_ids    [1, tokens]   0 at the first token of each sample
+    labels          [1, tokens]   for a loss that shifts, ignored at the first token of each sample
+    sample_lengths  [samples]     tokens of each sample; on the host
+    sample_ids      [samples]     which samples they are; on the host
+
+A row costs what its tokens cost, and nothing for padding. It is the same update as the padded form where
+the model lets no sample see another: positions begin anew at each sample, and attention stays inside of it.
+:func:`attend_in_rows` is such an attention. A loss that shifts takes no label across, because the label
+at the first token of each sample is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wholebatch.errors import SplitError
+from wholebatch.split import num_samples
+
+# Samples share one call of attention where the longest has at most this many times the tokens of the
+# shortest: fewer calls for at most an eighth more positions, in attention alone.
+_NEAR = 1.125
+
+
+def pack_rows(
+    samples: Sequence[Mapping[str, Any]],
+    sample_ids: Sequence[int] | None = None,
+    *,
+    shifted: bool = True,
+    ignore_index: int = -100,
+) -> dict[str, Tensor]:
+    """Put samples into one row.
+
+    Nothing is summed or divided. The items of the row are those of its samples: for a loss that shifts,
+    each sample's labels without the first, which is no target in the padded form either.
+
+    Args:
+        samples: each with ``input_ids``, whole numbers of shape (tokens,), and ``labels`` of the same
+            shape, not shifted; without ``labels`` they are the input ids. None for an empty micro-batch.
+        sample_ids: theirs; by default 0, 1, 2 and so on.
+        shifted: whether the loss shifts the labels by one, as ``next_token_loss`` does. Then the label at
+            the first token of each sample is ignored, or the token before it would be asked for it.
+        ignore_index: what the loss ignores.
+
+    Returns:
+        The packed micro-batch, on the host.
+
+    Raises:
+        SplitError: a sample is no row of token ids, its labels are not as many, or there are more or
+            fewer ids than samples.
+
+    Exactness: no arithmetic; exact in real arithmetic over any split where the model lets no sample see
+        another.
+    """
+    inputs = [_row_of(sample, "input_ids", place) for place, sample in enumerate(samples)]
+    labels = [
+        _row_of(sample, "labels", place) if "labels" in sample else inputs[place]
+        for place, sample in enumerate(samples)
+    ]
+    for place, (tokens, targets) in enumerate(zip(inputs, labels, strict=True)):
+        if len(tokens) != len(targets):
+            raise SplitError(
+                f"sample {place} has {len(tokens)} input_ids and {len(targets)} labels; give each token "
+                f"its label, {ignore_index} where nothing is to be learned"
+            )
+    ids = range(len(samples)) if sample_ids is None else sample_ids
+    if len(ids) != len(samples):
+        raise SplitError(f"{len(ids)} sample_ids were given for {len(samples)} samples; give each its own")
+    return join_samples(inputs, labels, ids, shifted=shifted, ignore_index=ignore_index)
+
+
+def join_samples(
+    inputs: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    sample_ids: Sequence[int],
+    *,
+    shifted: bool = True,
+    ignore_index: int = -100,
+) -> dict[str, Tensor]:
+    """What :func:`pack_rows` does, of rows that are known to fit each other.
+
+    Args:
+        inputs: int64 of shape (tokens,), one for each sample.
+        labels: of the same shapes.
+        sample_ids: one for each sample.
+        shifted: as for :func:`pack_rows`.
+        ignore_index: as for :func:`pack_rows`.
+
+    Returns:
+        The packed micro-batch.
+
+    Exactness: no arithmetic.
+    """
+    none = torch.zeros(0, dtype=torch.int64)
+    lengths = torch.tensor([len(tokens) for tokens in inputs], dtype=torch.int64)
+    begins = lengths.cumsum(0) - lengths
+    # cat copies, so that what is ignored below is not written into the caller's samples.
+    targets = torch.cat([none, *labels])
+    if shifted:
+        targets[begins[lengths > 0]] = ignore_index
+    positions = torch.arange(len(targets)) - begins.repeat_interleave(lengths)
+    return {
+        "input_ids": torch.cat([none, *inputs])[None],
+        "position_ids": positions[None],
+        "labels": targets[None],
+        "sample_lengths": lengths,
+        "sample_ids": torch.tensor(list(sample_ids), dtype=torch.int64),
+    }
+
+
+def is_packed(batch: Any) -> bool:
+    """Whether a micro-batch is a packed row: a mapping that has ``sample_lengths``."""
+    return isinstance(batch, Mapping) and "sample_lengths" in batch
+
+
+def samples_in_rows(batch: Any) -> int:
+    """The samples of a micro-batch, packed or not: what ``UpdateWindow(count_samples=...)`` takes.
+
+    Args:
+        batch: packed, or as for ``num_samples`` of :mod:`wholebatch.split`.
+
+    Returns:
+        Samples; of a packed row the entries of ``sample_lengths``.
+    """
+    return len(batch["sample_lengths"]) if is_packed(batch) else num_samples(batch)
+
+
+def unpack_rows(values: Tensor, sample_lengths: Tensor | Sequence[int]) -> tuple[Tensor, ...]:
+    """Cut what a model made of a packed row into its samples.
+
+    Args:
+        values: shape (1, tokens, ...).
+        sample_lengths: tokens of each sample, on the host.
+
+    Returns:
+        One tensor of shape (tokens of the sample, ...) for each sample, a view of ``values``.
+
+    Raises:
+        SplitError: the lengths do not add up to the row.
+
+    Exactness: no arithmetic.
+    """
+    lengths = _checked_lengths(sample_lengths)
+    if values.ndim < 2 or values.shape[0] != 1 or values.shape[1] != sum(lengths):
+        raise SplitError(
+            f"samples of {_few(lengths)} tokens make a row of shape (1, {sum(lengths)}, ...), and this is "
+            f"{tuple(values.shape)}; give the sample_lengths of the same micro-batch"
+        )
+    return torch.split(values[0], lengths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowLayout:
+    """Where the samples of a packed row lie, ready for attention.
+
+    Samples of nearly the same length attend in one call, padded to the longest of them: on the
+    right, where a causal position does not look.
+
+    Attributes:
+        tokens: in the row.
+        longest: tokens of the longest sample.
+        positions: 0 at the first token of each sample; int64 of shape (tokens,).
+        taken: for each position of all groups the token of the row that lies there; int64.
+        given: for each token of the row where it lies in the groups; int64 of shape (tokens,).
+        groups: samples of each group, and tokens of its longest.
+    """
+
+    tokens: int
+    longest: int
+    positions: Tensor
+    taken: Tensor
+    given: Tensor
+    groups: tuple[tuple[int, int], ...]
+
+
+def row_layout(sample_lengths: Tensor | Sequence[int], device: torch.device | str = "cpu") -> RowLayout:
+    """Lay out a packed row for :func:`attend_in_rows`; once a micro-batch, for all layers.
+
+    Args:
+        sample_lengths: tokens of each sample, in the order of the row. A tensor must lie on the host:
+            reading it on a device would wait for that.
+        device: where the row lies.
+
+    Returns:
+        The layout, its tensors on ``device``.
+
+    Raises:
+        SplitError: the lengths are no whole numbers of tokens on the host.
+
+    Exactness: no arithmetic.
+    """
+    given = _checked_lengths(sample_lengths)
+    lengths = torch.tensor(given, dtype=torch.int64)
+    begins = lengths.cumsum(0) - lengths
+    # Samples without tokens have nothing to attend with.
+    order = [int(place) for place in lengths.argsort(stable=True) if given[place]]
+    groups = _groups([given[place] for place in order])
+    widths = torch.zeros_like(lengths)
+    widths[order] = torch.tensor([longest for samples, longest in groups for _ in range(samples)]).long()
+    ends = widths[order].cumsum(0)
+    padded_begins = torch.zeros_like(lengths)
+    padded_begins[order] = ends - widths[order]
+
+    sample_of_token = torch.arange(len(given)).repeat_interleave(lengths)
+    positions = torch.arange(len(sample_of_token)) - begins[sample_of_token]
+    sample_of_padded = torch.tensor(order, dtype=torch.int64).repeat_interleave(widths[order])
+    place = torch.arange(len(sample_of_padded)) - padded_begins[sample_of_padded]
+    # On the right of a sample lies its last token again: any would do that is a number.
+    taken = begins[sample_of_padded] + torch.minimum(place, lengths[sample_of_padded] - 1)
+    return RowLayout(
+        tokens=len(positions),
+        longest=max(given, default=0),
+        positions=positions.to(device, non_blocking=True),
+        taken=taken.to(device, non_blocking=True),
+        given=(padded_begins[sample_of_token] + positions).to(device, non_blocking=True),
+        groups=tuple(groups),
+    )
+
+
+def attend_in_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: RowLayout,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention in a packed row, each sample by itself.
+
+    ``out[t] = sum over tokens u <= t of t's own sample of softmax_u(scale * query[t] . key[u]) value[u]``:
+    a sum over one sample, never over the row, so it costs the squares of the samples' lengths.
+
+    Args:
+        query: shape (tokens, heads, features of a head).
+        key: shape (tokens, heads, features), or fewer heads, which then serve several of the query each.
+        value: shape (tokens, heads of the key, features).
+        layout: of the row, on its device.
+        dropout: probability that a weight is dropped.
+        scale: by default ``features ** -0.5``.
+
+    Returns:
+        Shape (tokens, heads, features of the value).
+
+    Raises:
+        SplitError: the layout is that of another row.
+
+    Exactness: exact in real arithmetic: the attention of each sample alone, whatever else is in the row.
+    """
+    if not len(query) == len(key) == len(value) == layout.tokens:
+        raise SplitError(
+            f"a layout of {layout.tokens} tokens does not fit a query, key and value of {len(query)}, "
+            f"{len(key)} and {len(value)}; lay out the sample_lengths of the same micro-batch"
+        )
+    sizes = [samples * longest for samples, longest in layout.groups]
+    shared_heads = key.shape[1] != query.shape[1]
+
+    def grouped(each: Tensor) -> list[Tensor]:
+        parts = torch.split(each.index_select(0, layout.taken), sizes)
+        # (samples, heads, tokens of the longest, features)
+        pairs = zip(parts, layout.groups, strict=True)
+        return [part.view(*group, *part.shape[1:]).transpose(1, 2) for part, group in pairs]
+
+    attended = [
+        F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            dropout_p=dropout,
+            scale=scale,
+            enable_gqa=shared_heads,
+        )
+        .transpose(1, 2)
+        .flatten(0, 1)
+        for q, k, v in zip(grouped(query), grouped(key), grouped(value), strict=True)
+    ]
+    if not attended:  # keeps the graph, so that every parameter has a gradient on every rank
+        return query[..., :1] * value.new_zeros(value.shape[-1])
+    return torch.cat(attended).index_select(0, layout.given)
+
+
+def _groups(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours of ascending lengths, as (samples, tokens of the longest)."""
+    groups: list[tuple[int, int]] = []
+    shortest = 0
+    for length in lengths:
+        if groups and length <= _NEAR * shortest:
+            groups[-1] = (groups[-1][0] + 1, length)
+        else:
+            groups.append((1, length))
+            shortest = length
+    return groups
+
+
+def _checked_lengths(sample_lengths: Tensor | Sequence[int]) -> list[int]:
+    if isinstance(sample_lengths, Tensor):
+        if sample_lengths.device.type != "cpu":
+            raise SplitError(
+                f"sample_lengths lie on {sample_lengths.device}, and reading them there would wait for the "
+                f"device; leave them on the host"
+            )
+        sample_lengths = sample_lengths.tolist()
+    lengths = list(sample_lengths)
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in lengths):
+        raise SplitError(f"sample_lengths are whole numbers of tokens, at least 0; got {_few(lengths)}")
+    return lengths
+
+
+def _row_of(sample: Any, name: str, place: int) -> Tensor:
+    found = sample.get(name) if isinstance(sample, Mapping) else None
+    if found is None:
+        has = f"has {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else "is no mapping"
+        raise SplitError(f"sample {place} {has}, and packing it needs {name!r} of shape (tokens,)")
+    row = torch.as_tensor(found)
+    whole = not (row.is_floating_point() or row.is_complex() or row.dtype == torch.bool)
+    # An empty list becomes a row of no tokens, of torch's default dtype.
+    if row.ndim != 1 or not (whole or row.numel() == 0):
+        raise SplitError(
+            f"{name} of sample {place} is {row.dtype} of shape {tuple(row.shape)}; a row takes whole "
+            f"numbers of shape (tokens,)"
+        )
+    return row.long()
+
+
+def _few(lengths: Sequence[Any]) -> str:
+    shown = ", ".join(map(str, lengths[:6]))
+    return shown if len(lengths) <= 6 else f"{shown} and {len(lengths) - 6} more"

@@ -68,9 +68,13 @@ def spread_cuts(samples: Samples, following: list[int], micro_batches: int) -> C
     """
     num_samples = len(following)
     full = np.array(_greedy(following))
-    prices = (full[1:] - full[:-1]) * samples.costs[full[:-1]]
-    shares = np.arange(1, micro_batches + 1) * (int(prices.sum()) / micro_batches)
-    wanted = np.ceil(np.interp(shares, [0, *np.cumsum(prices)], full) - 1e-6).astype(np.int64)
+    costs = samples.costs[full[:-1]]
+    summed = np.concatenate([[0], np.cumsum((full[1:] - full[:-1]) * costs)])
+    share, rest = divmod(int(summed[-1]), micro_batches)
+    numbers = np.arange(1, micro_batches + 1)
+    shares = share * numbers + rest * numbers // micro_batches
+    group = np.searchsorted(summed, shares) - 1
+    wanted = full[group] - (summed[group] - shares) // costs[group]
     cuts = [0]
     for place, within in zip(wanted.tolist(), _ranges(following, micro_batches)[1:], strict=True):
         cuts.append(min(max(place, within.start, cuts[-1] + 1), following[cuts[-1]], within.stop - 1))
@@ -310,7 +314,6 @@ def _numbers(samples: Samples, wanted: Wanted, fewest: int) -> list[int]:
         below = max(least, cheapest // (wanted.replicas * wanted.multiple) * wanted.multiple)
         tried = [] if wanted.equal else [max(fewest, cheapest)]
         tried += [wanted.replicas * below, wanted.replicas * (below + wanted.multiple)]
-        tried += [] if wanted.equal else [fewest]
     return list(dict.fromkeys(min(number, len(samples.lengths)) for number in tried))
 
 

@@ -39,6 +39,7 @@ from wholebatch.record import ABANDONED_FILE, RECORDS_FILE
 from wholebatch.resume import Checkpoints
 from wholebatch.run_log import only_writer
 from wholebatch.run_reader import read_run
+from wholebatch.train import training as training_module
 from wholebatch.train.command import train as train_command
 from wholebatch.train.config import TrainConfig, config_from_dict, config_text
 from wholebatch.train.job import run_job
@@ -387,6 +388,20 @@ def test_a_checkpoint_of_a_version_that_saved_less_is_resumed(tmp_path: Path) ->
         interrupted(tiny(folder), 2)
     resumed(folder, "optimizer.learning_rate=1e-3")
     assert len(read_run(folder).records) == 4
+
+
+def test_a_checkpoint_of_another_order_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    with monkeypatch.context() as before:  # as a version that did not name its order
+        identity = training_module.data_identity
+        before.setattr(
+            training_module,
+            "data_identity",
+            lambda job: {name: value for name, value in identity(job).items() if name != "order"},
+        )
+        interrupted(tiny(folder), 2)
+    with pytest.raises(UsageError, match=r"was made with order sorted, and it is .* now"):
+        resumed(folder)
 
 
 # Refused, with what was and what is

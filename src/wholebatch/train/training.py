@@ -29,6 +29,8 @@ from wholebatch.train.signals import Stop
 
 # So many skipped updates in a row do not come right by themselves.
 MOST_SKIPS_IN_A_ROW = 10
+# Of checkpoints that do not name theirs.
+_FORMER_ORDER_RULE = "sorted"
 
 
 class Training:
@@ -76,6 +78,8 @@ class Training:
             raise with_the_command(error) from error
         # A version before this one may not have saved all of it: what it did is compared.
         then, now = found.more.get("data", {}), data_identity(self.job)
+        if then:
+            then = {"order": _FORMER_ORDER_RULE, **then}
         for name, value in now.items():
             if name in then and then[name] != value:
                 raise UsageError(

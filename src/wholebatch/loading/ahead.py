@@ -6,6 +6,8 @@ thousands of file descriptors. A worker that ends is named, and nothing waits fo
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
 import signal
 import threading
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from wholebatch.errors import JudgeError, WholebatchError
+from wholebatch.errors import JudgeError, UsageError, WholebatchError
 
 # Results that a worker may hold ready; each takes a file descriptor.
 MOST_AHEAD_PER_WORKER = 64
@@ -70,7 +72,7 @@ def _read_ahead(
             # Else the seeds of the workers would be drawn from the global generator.
             generator=torch.Generator().manual_seed(seed % 2**63),
         )
-        results = iter(loader)
+        results = _started(loader)
     try:
         while True:
             try:
@@ -83,6 +85,19 @@ def _read_ahead(
             yield pickle.loads(packed.numpy().data)
     finally:
         results._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    try:
+        return iter(loader)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        how = multiprocessing.get_start_method()
+        if how == "fork":
+            raise
+        raise UsageError(
+            f"worker processes are started by {how!r} here and are sent the data set and the functions of "
+            f"the loader, which failed: {error}; define them at the top of a module, or set workers to 0"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +167,18 @@ def _as_it_is(made: Any) -> Any:
 def _begin_worker(_: int) -> None:
     # Ctrl-C reaches every process of the terminal; the training process decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End when the training process is gone, however it went.
+
+    torch looks at the id of the parent for that, which under "forkserver" is the server's, and lives on.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import math
 import os
 import signal
@@ -309,7 +310,8 @@ def test_skips_that_halve_a_loss_scale_do_not_end_the_run(tmp_path: Path) -> Non
     config = tiny(tmp_path / "run", run={"num_updates": 30}, precision=scaled)
     run_job(built(config), Listener(config))
     records = read_run(tmp_path / "run").records
-    skipped = [record for record in records if record.outcome == "skipped_nonfinite"]
+    # Later ones, where the scale is just low enough for most updates, are another thing.
+    skipped = list(itertools.takewhile(lambda record: record.outcome == "skipped_nonfinite", records))
     assert len(skipped) > MOST_SKIPS_IN_A_ROW, "the scale was not too high for long, so nothing is shown"
     assert [record.updates_attempted for record in skipped] == list(range(1, len(skipped) + 1))
     assert [record.loss_scale for record in skipped] == [2.0 ** (32 - n) for n in range(len(skipped))]

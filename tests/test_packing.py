@@ -15,6 +15,8 @@ import pytest
 from wholebatch.errors import PlanError
 from wholebatch.packing import CostModel, Packing, pack
 from wholebatch.packing.balance import deal
+from wholebatch.packing.cost import in_whole_numbers
+from wholebatch.packing.padded import fewest_cuts, most_samples, spread_cuts
 
 
 def positions_of(lengths: list[int], rows: str) -> int:
@@ -445,7 +447,24 @@ def test_positions_cost_something():
         CostModel(per_micro_batch=1, per_position=0)
 
 
-# Dealing
+# Parts
+
+
+def test_cuts_at_even_shares_keep_to_the_budget():
+    """Where a long sample is followed by short ones, a share of the cost would be too many of them."""
+    rng = np.random.default_rng(2)
+    moved = 0
+    for _ in range(300):
+        lengths = np.sort(rng.choice([1, 2, 9, 60], rng.integers(5, 40)))[::-1].astype(np.int64)
+        samples = in_whole_numbers(lengths, 60, CostModel(), 100)
+        following = (np.arange(len(lengths)) + most_samples(samples)).tolist()
+        fewest = len(fewest_cuts(samples)) - 1
+        for micro_batches in range(fewest, min(fewest + 4, len(lengths)) + 1):
+            cuts = spread_cuts(samples, following, micro_batches)
+            assert len(cuts) == micro_batches + 1
+            assert all(start < end <= following[start] for start, end in itertools.pairwise(cuts))
+            moved += any(end == following[start] for start, end in itertools.pairwise(cuts))
+    assert moved
 
 
 def test_deal_is_even_and_keeps_to_the_most():

@@ -109,8 +109,11 @@ def packed_candidates(samples: Samples, wanted: Wanted, fewest: int) -> Iterator
     filled = best_fit(range(num_samples), lengths, samples.budget)
     per_replica = wanted.per_replica(len(filled))
     num_rows = min(num_samples, wanted.replicas * per_replica)
-    for rows in (even_rows(samples, num_rows), round_up(filled, num_rows), filled):
-        if rows is None or (wanted.equal and len(rows) < num_rows):
+    ways = [even_rows(samples, num_rows), round_up(filled, num_rows)]
+    if not wanted.equal and len(filled) < num_rows:
+        ways.append(filled)
+    for rows in ways:
+        if rows is None:
             continue
         dealt = deal([price(row) for row in rows], wanted.replicas, per_replica if wanted.equal else None)
         kept = [list(row) for row in rows]
@@ -125,6 +128,7 @@ def exchange_samples(samples: Samples, rows: Rows, shares: list[list[int]]) -> N
     that costs less.
     """
     costs, lengths = samples.costs.tolist(), samples.lengths.tolist()
+    # Each replica keeps its rows, so that what they cost by themselves counts and never changes.
     loads = [
         sum(samples.base + sum(costs[place] for place in rows[row]) for row in share) for share in shares
     ]

@@ -18,7 +18,7 @@ from wholebatch.packing.balance import deal
 from wholebatch.packing.cost import LARGEST_COST, Samples, Whole
 from wholebatch.packing.wanted import Candidate, Group, Wanted, candidate
 
-# Numbers that the search for the cheapest cuts looks at, at most: beyond that it looks near the even cuts
+# Numbers that the search for the cheapest cuts looks at, at most: beyond that it looks near given cuts
 # only, several times, and among still more micro-batches, where next to no padding is left, not at all.
 _WORK, _NEAR_MICRO_BATCHES, _NEAR_ROUNDS = 150_000, 2048, 3
 # Samples up to which the best number of micro-batches is searched exactly.
@@ -28,7 +28,8 @@ _BISECTIONS, _BISECTIONS_OF_MANY = 24, 10
 _LIMITS = (0, 10)
 # A slowest replica within one part in so many of the least that there can be is not searched further.
 _GOOD_ENOUGH = 1000
-# Times that the micro-batches of some cuts are dealt, with the cuts moved between.
+# Times that the micro-batches of some cuts are dealt, with the cuts moved between; then how many moves
+# there are at most, of so many samples each.
 _DEALS = 3
 _MOVES, _MOVES_PER_REPLICA = 32, 4
 _MOVED = (1, 2, 3, 5, 8, 16)
@@ -181,9 +182,8 @@ def _about_cheapest_number(samples: Samples) -> int:
         sizes = np.maximum(np.minimum(most, 4 * largest // quarters // costs), 1)
         cuts = np.array(_greedy((places + sizes).tolist()))
         number = len(cuts) - 1
-        found.append(
-            (int(((cuts[1:] - cuts[:-1]) * costs[cuts[:-1]]).sum()) + number * samples.base, number)
-        )
+        padded = int(((cuts[1:] - cuts[:-1]) * costs[cuts[:-1]]).sum())
+        found.append((padded + number * samples.base, number))
         if found[-1] > found[0] or (len(found) > 1 and found[-1] > found[-2]):
             break
     return min(found)[1]
@@ -202,7 +202,7 @@ def split_cuts(samples: Samples, cuts: Cuts, micro_batches: int) -> Cuts:
     cuts, costs = list(cuts), samples.costs
     while len(cuts) - 1 < micro_batches:
         starts, ends = np.array(cuts[:-1]), np.array(cuts[1:])
-        # What is saved by a cut is more than half of what lies above the shortest sample, at most.
+        # More than this a cut can't save: the padding if all samples were as short as the shortest.
         waste = (ends - starts) * (costs[starts] - costs[ends - 1])
         waste[ends - starts == 1] = -1
         widest = int(waste.argmax())

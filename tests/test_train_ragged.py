@@ -267,13 +267,47 @@ def own(tmp_path: Path, *, more: str = "", bad: int = -1, **data: Any) -> dict[s
 
 def test_samples_of_ones_own_are_cut_by_what_is_read_of_them(tmp_path: Path) -> None:
     _, plain, _ = run(tiny(tmp_path / "plain", batch=BY_SAMPLES, data=own(tmp_path)))
-    for name, more in (("read", ""), ("told", '"lengths": [2 + i % 7 for i in range(40)],')):
-        config = tiny(tmp_path / name, batch=LESS_MEMORY, data=own(tmp_path, more=more))
+    told_ahead = '"lengths": [2 + i % 7 for i in range(40)],'
+    for name, more, batch in (
+        ("read", "", LESS_MEMORY),
+        ("told", told_ahead, LESS_MEMORY),
+        ("packed", told_ahead, PACKED),
+    ):
+        config = tiny(tmp_path / name, batch=batch, data=own(tmp_path, more=more))
         assert (load_data(config).lengths is None) == (name == "read")
         _, job, _ = run(config)
         assert largest_difference(parameters(plain), parameters(job)) < 1e-11
         for record in read_run(tmp_path / name).records:
             assert record.positions <= 40 * record.micro_batches
+
+
+def test_an_objective_that_does_not_shift_keeps_the_first_label_in_a_row(tmp_path: Path) -> None:
+    unshifted = '"objective": wholebatch.token_loss(),'
+    for batch, items in ((LESS_MEMORY, 5), (PACKED, 5)):
+        data = load_data(tiny(tmp_path / "run", batch=batch, data=own(tmp_path, more=unshifted)))
+        both = data.collate([data.train[0], data.train[1]], [0, 1], 0)
+        assert int(data.objective.count(both)["loss"] or 0) == items  # 2 tokens and 3
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ('"collate": torch.utils.data.default_collate,', "brings a collate, and batch.rows"),
+        ('"train": [{"input_ids": [1], "labels": [1], "x": 1.0}] * 40,', "sample 0 of .* has x; set batch"),
+        (
+            '"objective": wholebatch.counted_loss(lambda output, batch: (output.sum(), 3)),',
+            r"twice in a row, has the items \{'loss': None\}",
+        ),
+    ],
+)
+def test_samples_that_no_row_can_be_made_of_are_refused(tmp_path: Path, more: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        load_data(tiny(tmp_path / "run", batch=PACKED, data=own(tmp_path, more=more)))
+
+
+def test_a_label_for_each_sample_has_no_packed_rows(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r'batch.rows = "packed" joins the samples'):
+        built(ragged(tmp_path, PACKED, objective={"kind": "label"}))
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,7 @@ def _job_data(config: TrainConfig, reading: Reading, tokenizer: Tokenizer, form:
         masks_padding=tokenizer.masks_padding or kind != "next_token",
         masks=masks,
         labelled=kind == "label",
+        rows=config.batch.rows,
     )
     items = _items_of_samples(train, kind, masks)
     if not items.any():
@@ -206,6 +207,7 @@ def _job_data(config: TrainConfig, reading: Reading, tokenizer: Tokenizer, form:
         held_out=held_out,
         objective=_objective(kind),
         collate=collation,
+        collate_padded=replace(collation, rows="padded"),
         vocabulary=tokenizer.vocabulary,
         num_labels=len(names) if kind == "label" else None,
         padding_id=tokenizer.padding_id,

@@ -17,6 +17,7 @@ from wholebatch.errors import UsageError
 from wholebatch.report.words import number_of
 from wholebatch.split import num_samples
 from wholebatch.targets import check_options, find_target, guarded
+from wholebatch.train.data.own_rows import OwnRows, own_rows
 from wholebatch.train.data.rows import is_held_out
 from wholebatch.train.material import IGNORED_LABEL, Batch, JobData, Samples
 from wholebatch.train.settings import TrainConfig
@@ -153,7 +154,8 @@ def load_own(config: TrainConfig) -> JobData:
         train=train,
         held_out=held_out,
         objective=parts["objective"],
-        collate=collation,
+        collate=_in_rows(parts, collation, data.source) if config.batch.rows == "packed" else collation,
+        collate_padded=collation,
         vocabulary=parts.get("vocabulary"),
         num_labels=parts.get("num_labels"),
         padding_id=collation.padding_id,
@@ -162,6 +164,11 @@ def load_own(config: TrainConfig) -> JobData:
         length_of=_tokens_of,
         facts=facts,
     )
+
+
+def _in_rows(parts: Mapping[str, Any], collation: OwnCollation, source: str) -> OwnRows:
+    own_collate = collation.collate is not None
+    return own_rows(parts["objective"], collation, collation.first, own_collate=own_collate, source=source)
 
 
 def _refuse_files(config: TrainConfig) -> None:

@@ -25,6 +25,7 @@ from wholebatch.train.models.huggingface import check_folder, check_shape, load_
 from wholebatch.train.models.inputs import layout_of, token_ids
 from wholebatch.train.models.lora import add_adapters
 from wholebatch.train.models.own import call_own, own_function
+from wholebatch.train.models.packed import check_packed_settings, probe_packed_rows
 from wholebatch.train.settings import ModelConfig, TrainConfig
 
 # Layers, width and heads.
@@ -51,6 +52,8 @@ def check_model_settings(config: TrainConfig) -> None:
             setting that would be passed over.
     """
     kind = source_kind(config.model.source)
+    if config.batch.rows == "packed":
+        check_packed_settings(kind=kind, objective=config.objective.kind, compiled=config.model.compile)
     if kind == "gpt":
         gpt_sizes(config.model)
         if config.objective.kind == "masked_token":
@@ -168,6 +171,13 @@ def build_model(config: TrainConfig, *, data: JobData, device: torch.device | st
         facts |= adapter_facts
     if config.model.activation_checkpointing and kind == "folder":
         _checkpoint_folder_model(module, config.model.source)
+    if config.batch.rows == "packed":
+        facts |= probe_packed_rows(
+            JobModel(module=module, forward=built.forward),
+            source=config.model.source,
+            vocabulary=data.vocabulary,
+            max_tokens=config.data.max_tokens_per_sample,
+        )
     if config.model.compile:
         compile_in_place(module, torch.device(device))
     facts |= {

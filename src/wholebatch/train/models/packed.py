@@ -118,13 +118,15 @@ class _Tried:
 
     Args:
         apart: in a row, and alone.
-        crossing: in a row, and after other tokens in the first sample.
-        mixed: alone, and as one long sample: what no packed row may come near.
+        crossing: in a row, those after the first sample, and with other tokens in the first.
+        apart_mixed: as parts of one long sample, and alone: what a row may not come near.
+        crossing_mixed: as parts of one long sample, and with other tokens in the first.
     """
 
     apart: float
     crossing: float
-    mixed: float
+    apart_mixed: float
+    crossing_mixed: float
 
     @classmethod
     def of(
@@ -146,11 +148,13 @@ class _Tried:
         tokens, other = rows
         alone = [padded(sample) for sample in torch.split(tokens, list(lengths))]
         together, changed = packed(tokens), packed(other)
+        long, long_changed = (torch.split(padded(row), list(lengths)) for row in rows)
         scale = max(float(part.abs().max()) for part in alone) or 1.0
         return cls(
             apart=_largest(together, alone) / scale,
             crossing=_largest(changed[1:], together[1:]) / scale,
-            mixed=_largest(torch.split(padded(tokens), list(lengths)), alone) / scale,
+            apart_mixed=_largest(long, alone) / scale,
+            crossing_mixed=_largest(long_changed[1:], long[1:]) / scale,
         )
 
 
@@ -175,24 +179,26 @@ def _logits(job_model: JobModel, module: nn.Module, batch: Batch, source: str) -
 
 def _judged(tried: _Tried, module: nn.Module, source: str) -> dict[str, Any]:
     dtype = _narrowest(module)
-    margin = _margin(module, dtype, tried.mixed)
-    if not tried.crossing <= margin:  # nor where it is no number
+    margin = _margin(module, dtype, tried.crossing_mixed)
+    # Where mixing would itself pass for rounding, only no difference at all tells them apart.
+    if tried.crossing != 0.0 and not tried.crossing <= margin < tried.crossing_mixed:
         raise UsageError(
             f"model.source {source} lets the samples of a packed row see each other (batch.rows = "
             f'"packed"): other tokens in the first sample changed the logits of the others by '
             f"{tried.crossing:.1e} of the largest, and rounding explains {margin:.1e}; {_ADVICE}"
         )
-    if not tried.apart <= margin:
+    margin = _margin(module, dtype, tried.apart_mixed)
+    if not tried.apart <= margin:  # nor where it is no number
         raise UsageError(
             f"model.source {source} computes other logits for a sample in a packed row (batch.rows = "
             f'"packed") than for the same sample alone: {tried.apart:.1e} of the largest apart, and '
             f"rounding explains {margin:.1e}, as where positions run on from sample to sample; {_ADVICE}"
         )
-    if tried.mixed == 0.0 and (zeros := _all_zero(module)):
+    if tried.crossing_mixed == 0.0 and (zeros := _all_zero(module)):
         raise UsageError(
             f"whether model.source {source} keeps the samples of a packed row apart (batch.rows = "
-            f'"packed") can\'t be seen while {zeros[0]} is zero; start it with other numbers, or set '
-            f'batch.rows = "padded"'
+            f'"packed") can\'t be seen while {", ".join(zeros[:3])} are zero; start them with other '
+            f'numbers, or set batch.rows = "padded"'
         )
     probe = {"dtype": str(dtype).removeprefix("torch."), "apart": tried.apart, "crossing": tried.crossing}
     return {"rows": "packed", "rows_probe": probe}
@@ -251,7 +257,12 @@ def _fill_zeros(copied: nn.Module) -> None:
 
 
 def _all_zero(module: nn.Module) -> list[str]:
-    return [name for name, p in module.named_parameters() if p.numel() and not bool(p.detach().any())]
+    """Parameters of nothing but zeros; biases, which usually start so, hide nothing."""
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.numel() and not name.endswith("bias") and not bool(parameter.detach().any())
+    ]
 
 
 @contextmanager

@@ -232,6 +232,8 @@ def test_a_window_costs_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
         sources=(Source(num_samples=10**12, weight=0.9), Source(num_samples=10**6, weight=0.1)),
         global_batch_samples=800_000,
     )
+    order.global_batch(0)  # numpy imports its generators when they are first used
+    computed.clear()
     tracemalloc.start()
     try:
         window = order.window(800_000 * 1234, micro_batch_samples=2, replicas=100_000, replica=99_999)

@@ -66,6 +66,7 @@ def test_the_last_update_of_an_immense_epoch_has_what_is_left() -> None:
 
 def test_a_window_needs_no_memory_but_its_own() -> None:
     """A rank of 1e12 samples, over several epochs; the ids themselves are 8 of them."""
+    window_of(7, 9 * IMMENSE.samples_per_epoch)  # numpy imports its generators when they are first used
     tracemalloc.start()
     try:
         for epoch in range(3):
@@ -79,6 +80,7 @@ def test_a_window_needs_no_memory_but_its_own() -> None:
 def test_many_epochs_hold_no_more_than_one() -> None:
     """Small sets are sorted, and some of their orders are held: 8 KiB each, and not one an epoch."""
     order = SampleOrder(num_samples=SORTED_VALUES, global_batch_samples=SORTED_VALUES)
+    order.global_batch(0)  # numpy imports its generators when they are first used
     epoch_permutation.cache_clear()
     tracemalloc.start()
     try:

@@ -34,7 +34,7 @@ from contestants import Contestant
 from counting import PeakTensorBytes
 from overhead import quiet, start_ranks, versions
 from race import Result, race
-from ragged_contestants import MICRO_BATCH_SAMPLES, Ragged, RaggedContestant
+from ragged_contestants import CAPPED_TOKENS, MICRO_BATCH_SAMPLES, Ragged, RaggedContestant
 from work import num_replicas, this_rank
 
 _WIDTH = 100
@@ -109,7 +109,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument("--capped", action="store_true", help="samples of at most 512 tokens (default)")
     lengths.add_argument("--uncapped", action="store_true", help="samples as long as they are")
-    parser.add_argument("--tokens-per-micro-batch", type=int, help="the budget (2048; 6144 if uncapped)")
+    parser.add_argument("--tokens-per-micro-batch", type=int, default=2048, help="the budget (2048)")
     parser.add_argument("--width", type=int, default=128, help="of the built-in GPT (128)")
     parser.add_argument("--layers", type=int, default=2, help="of the built-in GPT (2)")
     parser.add_argument("--ranks", type=int, default=1, help="processes, each one replica")
@@ -127,7 +127,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"--global-batch {options.global_batch}: fixed micro-batches need a multiple of "
             f"{MICRO_BATCH_SAMPLES} samples x {options.ranks} ranks = {together}"
         )
-    options.tokens_per_micro_batch = options.tokens_per_micro_batch or (6144 if options.uncapped else 2048)
+    if options.tokens_per_micro_batch < CAPPED_TOKENS:
+        parser.error(
+            f"--tokens-per-micro-batch {options.tokens_per_micro_batch}: give at least {CAPPED_TOKENS}, "
+            f"the longest of the capped samples"
+        )
     return options
 
 
@@ -148,9 +152,10 @@ def measure(options: argparse.Namespace) -> list[Row]:
         given=source.global_batch,
         twin=loops.twin(source),
         warm_rounds=_WARM_ROUNDS,
-        observer=_peak_memory,
+        observer=peak_memory,
     )
-    return [_row(one, entries[0], result, results[0]) for one, result in zip(entries, results, strict=True)]
+    plain = entries[0], results[0]
+    return [row_of(one, result, *plain) for one, result in zip(entries, results, strict=True)]
 
 
 def contestants(source: Ragged, options: argparse.Namespace) -> list[RaggedContestant]:
@@ -163,14 +168,17 @@ def contestants(source: Ragged, options: argparse.Namespace) -> list[RaggedConte
     return [
         *found,
         loops.wholebatch(source, rows="padded", tokens_per_micro_batch=budget),
+        loops.wholebatch(source, rows="packed", tokens_per_micro_batch=budget),
     ]
 
 
-def _peak_memory(contestant: Contestant) -> PeakTensorBytes:
+def peak_memory(contestant: Contestant) -> PeakTensorBytes:
+    """The observer of the race."""
     return PeakTensorBytes(contestant.model, contestant.optimizer)
 
 
-def _row(one: RaggedContestant, first: RaggedContestant, result: Result, plain: Result) -> Row:
+def row_of(one: RaggedContestant, result: Result, first: RaggedContestant, plain: Result) -> Row:
+    """The row of one loop, beside those of the first."""
     timed = slice(_WARM_ROUNDS + 1, -1)
     items, positions, tokens = (_over_ranks(found[timed]) for found in _seen(one))
     first_items, _, first_tokens = (_over_ranks(found[timed]) for found in _seen(first))

@@ -17,17 +17,24 @@ from numpy.typing import NDArray
 from torch import nn
 
 import contestants as loops
+import wholebatch as wb
 from contestants import Around, Contestant
 from wholebatch.order import SampleOrder
+from wholebatch.packing import CostModel
+from wholebatch.rows import row_layout, samples_in_rows
 from wholebatch.train.data import load_data
 from wholebatch.train.material import JobData
 from wholebatch.train.models.gpt import GPTShape
 from wholebatch.train.settings import DataConfig, TrainConfig
-from work import MicroBatch, Work, num_replicas, this_rank
+from work import CLIP_GRAD_NORM, MicroBatch, Work, new_model, new_optimizer, num_replicas, this_rank
 
 MICRO_BATCH_SAMPLES = 8
 CAPPED_TOKENS = 512
 UNCAPPED_TOKENS = 8192  # more than the longest paragraph has
+
+# In positions. Fitted to forwards and backwards of the GPT of width 128 and 2 layers, on the processor of
+# docs/benchmarks.md: what a micro-batch takes by itself, and what attention adds for its length.
+COST = CostModel(per_micro_batch=60.0, per_position_and_length=0.0012)
 
 Rows = Literal["padded", "packed"]
 Cut = Callable[[Sequence[int]], list[list[int]]]
@@ -215,22 +222,49 @@ def peers(source: Ragged, *, updates: int) -> list[RaggedContestant]:
     return found
 
 
-def by_budget(source: Ragged, tokens_per_micro_batch: int) -> Cut:
-    """Stand-in."""
-
-    def cut(ids: Sequence[int]) -> list[list[int]]:
-        by_length = sorted(ids, key=lambda index: -source.lengths[index])
-        found: list[list[int]] = []
-        while by_length:
-            size = max(1, tokens_per_micro_batch // int(source.lengths[by_length[0]]))
-            found.append(by_length[:size])
-            by_length = by_length[size:]
-        return found[this_rank() :: num_replicas()]
-
-    return cut
-
-
 def wholebatch(source: Ragged, *, rows: Rows, tokens_per_micro_batch: int) -> RaggedContestant:
-    """``window.run`` over micro-batches that are cut by a token budget."""
-    loop = loops.wholebatch_run(source.work)
-    return cut_first(loop, source, by_budget(source, tokens_per_micro_batch), f"Wholebatch, {rows}")
+    """``window.run`` over the windows of a ``WindowLoader``, which are cut by a token budget.
+
+    A sample that is longer than the budget is alone. The loader reads when a window is asked for.
+    """
+    bare = new_model(source.work)
+    model, optimizer, objective = loops.wrapped(bare), new_optimizer(bare), wb.next_token_loss()
+    longest = int(source.lengths.max())
+    longer = longest > tokens_per_micro_batch
+    plan = wb.plan_token_budget(
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        global_batch_samples=source.order.global_batch_samples,
+        ranks=num_replicas(),
+        rows=rows,
+        tail=source.order.tail,
+        too_long="alone" if longer else "refuse",
+        tokens_alone=longest if longer else None,
+        cost=COST,
+    )
+    window = wb.UpdateWindow(
+        model, optimizer, objective, plan=plan, clip_grad_norm=CLIP_GRAD_NORM, count_samples=samples_in_rows
+    )
+    loader = wb.WindowLoader(
+        source.data.train,
+        plan=plan,
+        collate=replace(source.data.collate, rows=rows),  # type: ignore[type-var]  # it is a Collation
+        lengths=source.lengths,
+        order=source.order,
+        replica=this_rank(),
+        num_epochs=None,
+    )
+    windows = iter(loader)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        if rows == "padded":
+            return objective(model(batch["input_ids"]), batch)
+        return objective(model(batch["input_ids"], layout=row_layout(batch["sample_lengths"])), batch)
+
+    def update(ids: Any) -> None:
+        batches = next(windows)
+        # every loop does the updates in their order, so the loader stands where the others do
+        assert set(batches.sample_ids) <= set(ids)
+        window.run(batches, loss_fn, sample_ids=batches.sample_ids)
+
+    loop = Contestant(name=f"Wholebatch, {rows}", model=bare, optimizer=optimizer, run=loops.inside(update))
+    return _watched(loop, source)

@@ -32,9 +32,10 @@ class Result:
         """The numbers to add up over the replicas; each has a place of its own for two of them."""
         bad = [0.0] * num_replicas
         peaks = [0.0] * num_replicas
-        bad[rank], peaks[rank] = float(self._bad_micro_batch()), float(self.peak_memory_bytes)
+        first_bad = self._bad_micro_batch()
+        bad[rank], peaks[rank] = float(first_bad), float(self.peak_memory_bytes)
         return [
-            float(self.nonfinite or self._bad_micro_batch() != 0),
+            float(self.nonfinite or first_bad != 0),
             norm := 0.0 if self.nonfinite else self.norm,
             norm**2,
             *(sum(row[term] for row in self.losses) for term in range(num_terms)),

@@ -46,6 +46,7 @@ class Snapshot:
         self._watched: list[nn.Parameter] = []
         self._states: list[tuple[int, bool]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
+        self._whole_modes: list[tuple[nn.Module, bool]] = []
         self.gradients = GradientWatch(())
         self._random: RandomState | None = None
 
@@ -81,6 +82,9 @@ class Snapshot:
         modules = _modules(self._model)  # walked once an update
         self._buffers.keep(modules)
         self._modes = [(module, module.training) for module in modules]
+        # A model may itself keep a part in eval, in its forward: only the whole is watched.
+        inner = self._model._modules.get("module")  # of a wrapper such as DDP
+        self._whole_modes = [(one, one.training) for one in (self._model, inner) if one is not None]
         self._watched = _watched(parameters, modules)
         self._states = _states(self._watched)
         closely = self._updates < CLOSE_UPDATES or self._updates % CLOSE_UPDATES == 0
@@ -93,15 +97,14 @@ class Snapshot:
 
         Writes through ``.data`` are not seen: torch does not count them.
         """
-        for parameter, before, now in zip(self._watched, self._states, _states(self._watched), strict=True):
-            if before != now:
-                how = "written" if before[0] != now[0] else "frozen or unfrozen"
-                return f"the parameter {self._name(parameter)} was {how}"
-        # Only as a whole: a model may itself keep a part in eval, in its forward.
-        inner = self._model._modules.get("module")  # of a wrapper such as DDP
-        for module, training in self._modes:
-            if module.training != training and (module is self._model or module is inner):
-                return "the model was switched between train() and eval()"
+        states = _states(self._watched)
+        if states != self._states:
+            for parameter, before, now in zip(self._watched, self._states, states, strict=True):
+                if before != now:
+                    how = "written" if before[0] != now[0] else "frozen or unfrozen"
+                    return f"the parameter {self._name(parameter)} was {how}"
+        if any(module.training != training for module, training in self._whole_modes):
+            return "the model was switched between train() and eval()"
         return None
 
     def add_included(self) -> None:
@@ -135,7 +138,7 @@ class Snapshot:
         """Let go of everything that was remembered."""
         self._taken = False
         self._parameters, self._set_aside, self._watched = (), [], []
-        self._states, self._modes, self._random = [], [], None
+        self._states, self._modes, self._whole_modes, self._random = [], [], [], None
         self.gradients = GradientWatch(())
         self._buffers.forget()
 

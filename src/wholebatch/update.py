@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -55,6 +55,8 @@ from wholebatch.result import (
 )
 from wholebatch.snapshot import GRADIENTS_CHANGED, Snapshot
 from wholebatch.tally import GlobalTally, fingerprint, tally
+
+_COUNTERS = tuple(one.name for one in fields(Counters))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -140,7 +142,7 @@ class Update:
         try:
             window.open_update, self._entered = self, True
             self._started = perf_counter()
-            self._counters_before = window.counters.state_dict()
+            self._counters_before = {name: getattr(window.counters, name) for name in _COUNTERS}
             self._begin()
         except BaseException as error:
             self._end_without_commit(error)
@@ -360,7 +362,12 @@ class Update:
     def _seed(self, term: str, loss_sum: Tensor) -> Tensor:
         """The gradient of the update with respect to a term's summed loss, times the loss scale."""
         seed = self._seeds.get(term)
-        if seed is None or _kind(seed) != _kind(loss_sum):
+        if (
+            seed is None
+            or seed.dtype != loss_sum.dtype
+            or seed.shape != loss_sum.shape
+            or seed.device != loss_sum.device
+        ):
             share = torch.full_like(loss_sum, self._shares[term], requires_grad=False)
             seed = self._seeds[term] = self._window.finish.scaled(share).to(loss_sum.dtype)
         return seed
@@ -604,17 +611,13 @@ class Update:
         return f"micro-batch {number} of {len(self._held)} on rank {self._window.ranks.rank}"
 
 
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
 def _planned_samples(plan: AnyPlan | None) -> int | None:
     """Samples of a full global batch; None where the plan does not say."""
     return None if plan is None else plan.global_batch_samples
 
 
 def _micro_batches(batches: Any, plan: AnyPlan | None) -> list[Any]:
-    if isinstance(batches, Tensor | Mapping | str):
+    if not isinstance(batches, list) and isinstance(batches, Tensor | Mapping | str):
         raise WindowUsageError(
             f"update takes a list of micro-batches, got one {type(batches).__name__}; cut it with "
             f"wholebatch.split.split_batch(batch, sizes), or pass [batch]"

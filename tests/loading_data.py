@@ -81,6 +81,18 @@ class WhoReads(Ragged):
         return {"pid": os.getpid(), "index": index}
 
 
+class Marking(Ragged):
+    """Leaves a file for each sample that was read."""
+
+    def __init__(self, num_samples: int, folder: Path) -> None:
+        super().__init__(num_samples)
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        (self.folder / str(index)).touch()
+        return super().__getitem__(index)
+
+
 class Stream(IterableDataset[Any]):
     """Ragged samples one after the other; with workers each reads its share, as torch asks of streams."""
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import random
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import Subset
-from wholebatch.budget import plan_token_budget
 
 from loading_data import (
     Bad,
     Drawing,
     Dying,
+    Marking,
     Ragged,
     WhoReads,
     cut,
@@ -28,6 +30,7 @@ from loading_data import (
     lengths_of,
     windows,
 )
+from wholebatch.budget import plan_token_budget
 from wholebatch.errors import JudgeError, PlanError, UsageError
 from wholebatch.loading import WindowLoader, pad_collate
 from wholebatch.mixing import MixedOrder, Source
@@ -202,6 +205,34 @@ def test_the_random_state_of_the_training_is_left_alone() -> None:
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+# read ahead ------------------------------------------------------------------------------------------
+
+
+def test_the_next_window_is_read_while_this_one_runs(tmp_path: Path) -> None:
+    running = iter(loader(Marking(21, tmp_path), workers=1, shuffle=False))
+    next(running)
+    deadline = time.monotonic() + 30
+    while not {"8", "15"} <= {path.name for path in tmp_path.iterdir()}:
+        assert time.monotonic() < deadline, "nothing was read ahead"
+        time.sleep(0.01)
+
+
+def test_without_workers_a_window_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
+    running = iter(loader(Marking(21, tmp_path), shuffle=False))
+    assert not list(tmp_path.iterdir())
+    next(running)
+    # The third micro-batch of the next window would be the first to show that somebody reads on.
+    assert {int(path.name) for path in tmp_path.iterdir()} == set(range(8))
+
+
+@pytest.mark.parametrize("how", ["spawn", "forkserver"])
+def test_what_can_not_be_sent_to_a_worker_is_said(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)  # type: ignore[attr-defined]
+    multiprocessing.set_start_method(how)
+    with pytest.raises(UsageError, match=rf"started by '{how}' here and are sent the data set .* module"):
+        windows(loader(collate=lambda samples: samples, workers=1))
 
 
 # resumed ---------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
-from wholebatch.budget import plan_token_budget
+from torch.utils.data import DataLoader, TensorDataset
 
 from loading_data import Ragged, Stream, cut, length_of, lengths_of, windows
+from wholebatch.budget import plan_token_budget
 from wholebatch.errors import PlanError, UsageError
 from wholebatch.loading import WindowLoader, pad_collate
 from wholebatch.order import SampleOrder
@@ -44,6 +44,11 @@ REFUSED = {
     "nothing": ({"dataset": Nothing()}, UsageError, "is a Nothing with neither"),
     "text": ({"dataset": "file.txt"}, UsageError, "the data set is a str; give a data set"),
     "dict": ({"dataset": {}}, UsageError, "the data set is a dict; give a data set"),
+    "another loader": (
+        {"dataset": DataLoader([1, 2])},  # type: ignore[arg-type]
+        UsageError,
+        "is a DataLoader, whose place a WindowLoader takes; give its dataset",
+    ),
     "no samples": ({"dataset": []}, UsageError, "the data set has no samples"),
     "which replica": ({"plan": TWO}, UsageError, "the plan has 2 replicas; give replica="),
     "no such replica": (

@@ -61,6 +61,7 @@ def _read_ahead(
     with _signal_handlers_kept(), warnings.catch_warnings():
         # More workers than cores are the user's choice, and useful where they wait for a disk.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
+        warnings.filterwarnings("ignore", message="Got pickle error")  # our own error says it
         loader = DataLoader(
             _InWorker(make=make),
             batch_size=None,

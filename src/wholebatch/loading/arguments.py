@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import UsageError
@@ -62,6 +62,11 @@ def _is_stream(dataset: Any) -> bool:
     """Whether it is read in the order in which its samples arrive."""
     if isinstance(dataset, str | bytes | dict):
         raise UsageError(f"the data set is a {type(dataset).__name__}; give a data set, or an iterable")
+    if isinstance(dataset, DataLoader):
+        raise UsageError(
+            "the data set is a DataLoader, whose place a WindowLoader takes; give its dataset, with "
+            "collate=, workers= and pin_memory= as it had them"
+        )
     if isinstance(dataset, IterableDataset):  # whose base class has a __getitem__ that refuses
         return True
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):

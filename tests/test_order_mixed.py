@@ -232,7 +232,7 @@ def test_a_window_costs_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
         sources=(Source(num_samples=10**12, weight=0.9), Source(num_samples=10**6, weight=0.1)),
         global_batch_samples=800_000,
     )
-    order.global_batch(0)  # numpy imports its generators when they are first used
+    order.window(0, micro_batch_samples=2, replicas=100_000, replica=0)  # numpy is imported whole
     computed.clear()
     tracemalloc.start()
     try:

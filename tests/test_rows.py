@@ -100,7 +100,7 @@ def test_a_row_is_cut_into_what_belongs_to_each_sample() -> None:
         ),
         ([{"input_ids": [[1, 2]]}], None, r"input_ids of sample 0 is torch.int64 of shape \(1, 2\); a row"),
         ([{"input_ids": [1, 2], "labels": [1]}], None, r"sample 0 has 2 input_ids and 1 labels; give each"),
-        (SAMPLES, [1, 2], r"2 sample_ids were given for 3 samples; give each its own"),
+        (SAMPLES, [1, 2], r"2 ids were given for 3 samples; give each its own"),
     ],
 )
 def test_what_makes_no_row_is_refused(samples, ids, words) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from wholebatch.errors import UsageError
+from wholebatch.rows import pack_rows, row_layout, unpack_rows
 from wholebatch.train.data.tokens import bytes_tokenizer
 from wholebatch.train.models.gpt import GPT, GPTShape, num_parameters
 
@@ -71,6 +72,37 @@ def test_more_tokens_than_positions_are_refused_with_both_numbers(model: GPT) ->
         model(torch.zeros(1, 17, dtype=torch.int64))
 
 
+# Packed rows
+
+
+def test_a_sample_in_a_row_is_what_it_is_alone(model: GPT) -> None:
+    ids = [torch.randint(0, 256, (n,)) for n in (3, 16, 1, 9, 8)]
+    row = pack_rows([{"input_ids": sample} for sample in ids])
+    logits = model(row["input_ids"], layout=row_layout(row["sample_lengths"]))
+    for sample, own in zip(ids, unpack_rows(logits, row["sample_lengths"]), strict=True):
+        torch.testing.assert_close(own, model(sample[None])[0], rtol=0, atol=1e-12)
+
+
+def test_all_parameters_have_a_gradient_from_a_row_without_samples(model: GPT) -> None:
+    row = pack_rows([])
+    logits = model(row["input_ids"], layout=row_layout(row["sample_lengths"]))
+    assert logits.shape == (1, 0, VOCABULARY)
+    logits.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_a_row_may_be_longer_than_the_model_and_a_sample_may_not(model: GPT) -> None:
+    assert model(torch.zeros(1, 48).long(), layout=row_layout([16, 16, 16])).shape[1] == 48
+    with pytest.raises(UsageError, match=r"a sample of 17 tokens does not fit a GPT of 16 positions; set"):
+        model(torch.zeros(1, 20).long(), layout=row_layout([17, 3]))
+
+
+def test_the_layout_of_another_row_is_refused(model: GPT) -> None:
+    words = r"samples of 9 tokens together make a row of shape \(1, 9\), and input_ids is \(1, 8\); give"
+    with pytest.raises(UsageError, match=words):
+        model(torch.zeros(1, 8).long(), layout=row_layout([4, 5]))
+
+
 # Labels of whole samples
 
 
@@ -104,6 +136,12 @@ def test_all_parameters_learn_from_labels(classifier: GPT) -> None:
 def test_a_label_without_a_mask_is_refused(classifier: GPT) -> None:
     with pytest.raises(UsageError, match='the batch has no "attention_mask" to tell it from padding; let'):
         classifier(torch.zeros(2, 7, dtype=torch.int64))
+
+
+def test_labels_of_a_row_are_refused(classifier: GPT) -> None:
+    words = r"the built-in GPT of 3 labels reads one for each padded sample, and was given a packed row of"
+    with pytest.raises(UsageError, match=words):
+        classifier(torch.zeros(1, 7).long(), layout=row_layout([3, 4]))
 
 
 def test_a_micro_batch_without_samples_has_no_labels(classifier: GPT) -> None:

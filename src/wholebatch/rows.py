@@ -34,7 +34,7 @@ _NEAR = 1.125
 
 def pack_rows(
     samples: Sequence[Mapping[str, Any]],
-    sample_ids: Sequence[int] | None = None,
+    ids: Sequence[int] | None = None,
     *,
     shifted: bool = True,
     ignore_index: int = -100,
@@ -47,7 +47,7 @@ def pack_rows(
     Args:
         samples: each with ``input_ids``, whole numbers of shape (tokens,), and ``labels`` of the same
             shape, not shifted; without ``labels`` they are the input ids. None for an empty micro-batch.
-        sample_ids: theirs; by default 0, 1, 2 and so on.
+        ids: theirs; by default 0, 1, 2 and so on.
         shifted: whether the loss shifts the labels by one, as ``next_token_loss`` does. Then the label at
             the first token of each sample is ignored, or the token before it would be asked for it.
         ignore_index: what the loss ignores.
@@ -73,10 +73,10 @@ def pack_rows(
                 f"sample {place} has {len(tokens)} input_ids and {len(targets)} labels; give each token "
                 f"its label, {ignore_index} where nothing is to be learned"
             )
-    ids = range(len(samples)) if sample_ids is None else sample_ids
-    if len(ids) != len(samples):
-        raise SplitError(f"{len(ids)} sample_ids were given for {len(samples)} samples; give each its own")
-    return join_samples(inputs, labels, ids, shifted=shifted, ignore_index=ignore_index)
+    sample_ids = range(len(samples)) if ids is None else ids
+    if len(sample_ids) != len(samples):
+        raise SplitError(f"{len(sample_ids)} ids were given for {len(samples)} samples; give each its own")
+    return join_samples(inputs, labels, sample_ids, shifted=shifted, ignore_index=ignore_index)
 
 
 def join_samples(

@@ -317,6 +317,9 @@ def measure(
     """Measure what a micro-batch costs on this machine."""
     if not cost:
         raise UsageError("say what to measure: --cost, what a micro-batch costs by its size")
+    from wholebatch.train.command import yield_idle_cores
+
+    yield_idle_cores()  # before torch is loaded
     from wholebatch.train.measure import measure_cost_command
 
     return measure_cost_command(config, changes=changes or (), rounds=rounds, json_target=json_target)

@@ -7,7 +7,6 @@ is fitted to forwards and backwards of micro-batches of many sizes. Packing bala
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, cycle, islice
@@ -44,7 +43,7 @@ class Timed:
         longest: tokens of its longest sample.
         positions: that its forward computes, padding included.
         positions_and_length: positions times longest; in packed rows the sum of squared lengths.
-        seconds: median of a forward and backward.
+        seconds: of the fastest forward and backward.
     """
 
     samples: int
@@ -138,7 +137,7 @@ def measure_cost(job: Job, *, rounds: int = 5) -> MeasuredCost:
 
     Args:
         job: what ``build_job`` made, on one rank; its gradients are cleared at the end.
-        rounds: how often each size is timed; its median is taken.
+        rounds: how often each size is timed; the fastest counts, since others only add to it.
 
     Raises:
         JudgeError: lengths are not known ahead, or there is one size only.
@@ -146,15 +145,12 @@ def measure_cost(job: Job, *, rounds: int = 5) -> MeasuredCost:
     chosen = _micro_batches(job)
     data, seed = job.data, job.config.run.seed
     batches = [data.collate(read_samples(data.train, ids, epoch=0, seed=seed), ids, 0) for ids in chosen]
-    seconds: list[list[float]] = [[] for _ in batches]
-    for number in range(_WARM_UPS + rounds):
-        for place, batch in enumerate(batches):
-            taken = _seconds_of(job, batch)
-            if number >= _WARM_UPS:
-                seconds[place].append(taken)
+    for batch in batches * _WARM_UPS:
+        _seconds_of(job, batch)
+    taken = [[_seconds_of(job, batch) for batch in batches] for _ in range(rounds)]
     job.model.module.zero_grad()
-    timed = [_timed(job, ids, statistics.median(taken)) for ids, taken in zip(chosen, seconds, strict=True)]
-    return fit_cost(timed)
+    fastest = [min(times) for times in zip(*taken, strict=True)]
+    return fit_cost([_timed(job, ids, seconds) for ids, seconds in zip(chosen, fastest, strict=True)])
 
 
 def _micro_batches(job: Job) -> list[list[int]]:

@@ -178,7 +178,7 @@ def _per_update(job: Job) -> dict[str, float]:
     """The mean samples and items of a global batch, for the schedule; those that are known."""
     order, items = job.order, job.data.facts.get("train_items")
     if isinstance(order, ItemOrder):
-        per_update = order.global_batch_items * len(job.data.train) / max(1, int(order.items.sum()))
+        per_update = order.global_batch_items * len(job.data.train) / order.items_per_epoch
         return {"samples_per_update": per_update, "items_per_update": float(order.global_batch_items)}
     found = {"samples_per_update": float(min(order.global_batch_samples, order.num_samples))}
     return found | ({"items_per_update": items / order.updates_per_epoch} if items else {})

@@ -28,6 +28,7 @@ def positions_of(lengths: list[int], rows: str) -> int:
 
 def cost_of(lengths: list[int], rows: str, model: CostModel) -> float:
     positions = positions_of(lengths, rows)
+    assert model.per_micro_batch is not None
     if rows == "padded":
         product = positions * max(lengths, default=0)
     else:
@@ -65,6 +66,7 @@ def complaints(packing: Packing, lengths: list[int], asked: dict[str, Any], mode
         found.append("positions or tokens are not what they are")
     if packing.largest_micro_batch_positions != max(sizes, default=0):
         found.append("the largest micro-batch is not what it is")
+    model = model.under(budget)
     costs = [
         sum(cost_of([cut[index] for index in each], rows, model) for each in replica)
         for replica in packing.replicas
@@ -91,7 +93,7 @@ def random_case(rng: np.random.Generator) -> tuple[list[int], dict[str, Any]]:
         int(over * rng.choice([1, 1.5, 3, 8])) if too_long == "refuse" else int(rng.integers(1, over + 5))
     )
     model = CostModel(
-        per_micro_batch=float(rng.choice([0, 0, 0.5, 30])),
+        per_micro_batch=[None, 0.0, 0.5, 30.0][rng.integers(4)],
         per_position=float(rng.choice([1, 0.3])),
         per_position_and_length=float(rng.choice([0, 0.01])),
     )
@@ -120,6 +122,8 @@ def test_ten_thousand_random_cases():
 
 # Fitted on one core: width 128, 4 layers; see benchmarks/packing.py.
 SMALL_GPT = CostModel(per_micro_batch=64, per_position_and_length=1e-3)
+# So dear that there are as few micro-batches as can be.
+DEAR = CostModel(per_micro_batch=1000)
 WHOLE = {
     "replicas": 2,
     "budget_alone": None,
@@ -140,16 +144,16 @@ WHOLE = {
         ({"replicas": (((0, 1), ()), ((3, 2),))}, "an empty micro-batch that nobody asked for"),
         ({"positions": 13}, "positions or tokens"),
         ({"largest_micro_batch_positions": 9}, "the largest micro-batch"),
-        ({"costs": (8.0, 5.0)}, "costs"),
+        ({"costs": (1008.0, 1005.0)}, "costs"),
         ({"lower_bound": 3}, "below the bound 3"),
     ],
 )
 def test_what_is_wrong_with_a_packing_is_seen(broken, complaint):
     lengths = [4, 3, 2, 2]
-    packing = pack(lengths, 8, 2)
+    packing = pack(lengths, 8, 2, cost=DEAR)
     assert packing.replicas == (((0, 1),), ((2, 3),))
-    assert not complaints(packing, lengths, WHOLE, CostModel())
-    found = complaints(replace(packing, **broken), lengths, WHOLE, CostModel())
+    assert not complaints(packing, lengths, WHOLE, DEAR)
+    found = complaints(replace(packing, **broken), lengths, WHOLE, DEAR)
     assert any(re.search(complaint, line) for line in found), found
 
 
@@ -251,20 +255,21 @@ def test_replicas_are_even_on_lognormal_lengths(rows, replicas, model, equal):
     assert packing.imbalance <= 1.02
 
 
-def test_micro_batches_are_searched_where_their_cost_is_known():
+def test_micro_batches_are_as_many_as_their_cost_is_worth():
     lengths = [int(length) for length in np.random.default_rng(0).integers(10, 500, 200)]
-    unknown = pack(lengths, 4000)
-    cheap = pack(lengths, 4000, cost=CostModel(per_micro_batch=1))
-    dear = pack(lengths, 4000, cost=CostModel(per_micro_batch=1e6))
-    assert unknown.micro_batches == unknown.lower_bound == dear.micro_batches
-    assert cheap.micro_batches > 2 * dear.micro_batches
-    assert cheap.padding_share < dear.padding_share / 2
+    cheap, usual, dear = (
+        pack(lengths, 4000, cost=CostModel(per_micro_batch=cost)) for cost in (1, None, 1e6)
+    )
+    assert dear.micro_batches == dear.lower_bound < usual.micro_batches < cheap.micro_batches
+    assert cheap.padding_share < usual.padding_share < dear.padding_share
+    assert pack(lengths, 4000) == usual == pack(lengths, 4000, cost=CostModel(per_micro_batch=125))
 
 
-def test_a_micro_batch_that_costs_nothing_is_not_made_of_every_sample():
-    packing = pack([10, 9, 8, 7], 40)
-    assert packing.replicas == (((0, 1, 2, 3),),)
-    assert packing.padding_share == pytest.approx(1 - 34 / 40)
+def test_free_micro_batches_have_one_sample_each():
+    """A cost of 0 is taken at its word."""
+    packing = pack([10, 9, 8, 7], 40, cost=CostModel(per_micro_batch=0))
+    assert packing.replicas == (((0,), (1,), (2,), (3,)),)
+    assert packing.padding_share == 0
 
 
 @pytest.mark.parametrize("scale", [2.0**-40, 2.0**40, 1e-6])
@@ -348,8 +353,8 @@ def test_fewer_samples_than_micro_batches():
     assert equal.lower_bound == equal.micro_batches == 6
     free = pack([3, 2], 10, 3)
     assert free.replicas == (((0,),), ((1,),), ())
-    assert free.costs == (3, 2, 0)
-    assert free.imbalance == pytest.approx(3 / (5 / 3))
+    assert free.costs == (3 + 10 / 32, 2 + 10 / 32, 0)
+    assert free.imbalance == pytest.approx(3 * 3.3125 / 5.625)
 
 
 def test_no_samples():
@@ -363,7 +368,7 @@ def test_one_very_long_sample_leaves_the_rest_to_the_others():
     packing = pack([100, *[5] * 60], 100, 4)
     (slow,) = [share for share in packing.replicas if (0,) in share]
     assert slow == ((0,),)
-    assert max(packing.costs) == 100
+    assert max(packing.costs) == 100 + 100 / 32
 
 
 # Samples that are too long
@@ -386,11 +391,11 @@ def test_too_long_is_refused_with_the_choices():
 
 @pytest.mark.parametrize("rows", ["padded", "packed"])
 def test_too_long_is_alone_or_cut(rows):
-    alone = pack([3, 12, 4], 10, rows=rows, too_long="alone", budget_alone=12)
+    alone = pack([3, 12, 4], 10, rows=rows, too_long="alone", budget_alone=12, cost=DEAR)
     assert alone.replicas == (((1,), (0, 2)),)
     assert (alone.alone, alone.truncated, alone.budget_alone) == ((1,), (), 12)
     assert alone.largest_micro_batch_positions == 12
-    cut = pack([3, 12, 4], 10, rows=rows, too_long="truncate")
+    cut = pack([3, 12, 4], 10, rows=rows, too_long="truncate", cost=DEAR)
     assert cut.replicas == (((1,), (0, 2)),)
     assert (cut.alone, cut.truncated, cut.tokens) == ((), (1,), 17)
     assert cut.largest_micro_batch_positions == 10

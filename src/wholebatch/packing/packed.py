@@ -90,21 +90,18 @@ def packed_candidates(samples: Samples, wanted: Wanted, fewest: int) -> Iterator
     """Yield ways to fill rows and deal; ``fewest`` rows are needed at least."""
     costs: list[int] = samples.costs.tolist()
     lengths, base, num_samples = samples.lengths.tolist(), samples.base, len(samples.lengths)
-    most_free = None if base else wanted.replicas * wanted.per_replica(fewest)
 
     def price(group: Group) -> int:
         return base + sum(costs[place] for place in group)
 
     shares = [sorted(share) for share in deal(costs, wanted.replicas)]
-    first = candidate(
-        [best_fit(share, lengths, samples.budget) for share in shares], wanted, price, most_free
-    )
+    first = candidate([best_fit(share, lengths, samples.budget) for share in shares], wanted, price)
     has_empty = any(not group for share in first.shares for group in share)
     if not wanted.equal or not has_empty or sum(map(len, first.shares)) > num_samples:
         yield first
-        least = max(first.rank[2] // wanted.replicas, base + costs[0])
-        in_fewest = first.rank[3] <= wanted.replicas * wanted.per_replica(fewest)
-        if in_fewest and first.rank[1] <= least + least // _GOOD_ENOUGH:
+        least = max(first.rank[1] // wanted.replicas, base + costs[0])
+        in_fewest = first.rank[2] <= wanted.replicas * wanted.per_replica(fewest)
+        if in_fewest and first.rank[0] <= least + least // _GOOD_ENOUGH:
             return
     filled = best_fit(range(num_samples), lengths, samples.budget)
     per_replica = wanted.per_replica(len(filled))
@@ -118,7 +115,7 @@ def packed_candidates(samples: Samples, wanted: Wanted, fewest: int) -> Iterator
         dealt = deal([price(row) for row in rows], wanted.replicas, per_replica if wanted.equal else None)
         kept = [list(row) for row in rows]
         exchange_samples(samples, kept, dealt)
-        yield candidate([[kept[row] for row in share] for share in dealt], wanted, price, most_free)
+        yield candidate([[kept[row] for row in share] for share in dealt], wanted, price)
 
 
 def exchange_samples(samples: Samples, rows: Rows, shares: list[list[int]]) -> None:

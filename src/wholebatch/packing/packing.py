@@ -99,8 +99,8 @@ def pack(
     the lower index and all sums are of whole numbers: the same arguments give the same packing on every
     machine, and each rank can work it out for itself.
 
-    Where the cost model says what a micro-batch costs by itself, the number of micro-batches is searched.
-    Else it is the smallest that the budget allows, rounded up to the same number for each replica.
+    More and smaller micro-batches have less padding, and each costs something by itself: where the two meet
+    is up to the cost model, and the budget is a bound, not an aim.
 
     Args:
         lengths: tokens of each sample of the global batch, in its order.
@@ -114,7 +114,8 @@ def pack(
         too_long: what becomes of a sample of more tokens than the budget: "refuse"; "alone", a micro-batch
             of its own within ``budget_alone``; "truncate", counted as so long as the budget.
         budget_alone: the larger bound for a sample that is alone.
-        cost: what a micro-batch costs; a position 1 and all else nothing without it.
+        cost: what a micro-batch costs; without it a position costs 1, and a micro-batch by itself 1/32 of
+            the budget.
 
     Returns:
         The packing, with its padding, imbalance and lower bound.
@@ -127,7 +128,7 @@ def pack(
     multiple = whole_number("micro_batches_multiple", micro_batches_multiple)
     one_of("rows", rows, get_args(Rows))
     bound = _bound(budget, too_long, budget_alone)
-    found, model = _whole_lengths(lengths), CostModel() if cost is None else cost
+    found, model = _whole_lengths(lengths), (CostModel() if cost is None else cost).under(budget)
     over = np.flatnonzero(found > budget)
     _refuse_longer(found, bound, budget, too_long)
     if too_long == "truncate":

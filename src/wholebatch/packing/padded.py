@@ -9,6 +9,7 @@ over the budget. What is left to choose is where to cut and who gets what.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from math import isqrt
 
@@ -153,40 +154,43 @@ def _ranges(following: list[int], micro_batches: int) -> list[range]:
     return found
 
 
-def cheapest_number(samples: Samples) -> int:
-    """Return into how many micro-batches the samples are cut where their cost together is least.
+def cheapest_of_all(samples: Samples) -> Cuts:
+    """Return the cuts that cost least together, into however many micro-batches.
 
-    Exact up to 4,096 samples; of more, the best of some even ones.
+    ``cost(j) = min over i < j of cost(i) + base + (j - i) x cost of sample i``. Exact up to 4,096
+    samples; of more, the best of some even cuts.
     """
-    num_samples, costs, most = len(samples.lengths), samples.costs, most_samples(samples)
+    num_samples, costs, most = len(samples.lengths), samples.costs, most_samples(samples).tolist()
     if num_samples > _EXACT_SAMPLES:
-        return _about_cheapest_number(samples)
-    least, number = np.zeros(num_samples + 1, dtype=np.int64), [0] * (num_samples + 1)
-    first = 0
+        return _about_cheapest(samples)
+    places, least = np.arange(num_samples + 1), np.zeros(num_samples + 1, dtype=np.int64)
+    origins, first = [0], 0
     for end in range(1, num_samples + 1):
         while first + most[first] < end:
             first += 1
-        starts = np.arange(first, end)
-        summed = least[first:end] + (end - starts) * costs[first:end]
+        summed = least[first:end] + (end - places[first:end]) * costs[first:end]
         best = int(summed.argmin())
         least[end] = summed[best] + samples.base
-        number[end] = number[first + best] + 1
-    return number[-1]
+        origins.append(first + best)
+    cuts = [num_samples]
+    while cuts[-1]:
+        cuts.append(origins[cuts[-1]])
+    return cuts[::-1]
 
 
-def _about_cheapest_number(samples: Samples) -> int:
+def _about_cheapest(samples: Samples) -> Cuts:
     places, costs, most = np.arange(len(samples.lengths)), samples.costs, most_samples(samples)
     largest = int((costs * np.minimum(most, len(places) - places)).max())
-    found: list[tuple[int, int]] = []
+    best, best_cost = fewest_cuts(samples), LARGEST_COST
     for quarters in range(4, 65):
         sizes = np.maximum(np.minimum(most, 4 * largest // quarters // costs), 1)
         cuts = np.array(_greedy((places + sizes).tolist()))
-        number = len(cuts) - 1
         padded = int(((cuts[1:] - cuts[:-1]) * costs[cuts[:-1]]).sum())
-        found.append((padded + number * samples.base, number))
-        if found[-1] > found[0] or (len(found) > 1 and found[-1] > found[-2]):
+        cost = padded + samples.base * (len(cuts) - 1)
+        if cost >= best_cost:
             break
-    return min(found)[1]
+        best, best_cost = cuts.tolist(), cost
+    return best
 
 
 def _greedy(following: list[int]) -> Cuts:
@@ -199,18 +203,26 @@ def _greedy(following: list[int]) -> Cuts:
 
 def split_cuts(samples: Samples, cuts: Cuts, micro_batches: int) -> Cuts:
     """Return the cuts with more of them, up to so many micro-batches, each where it saves most."""
-    cuts, costs = list(cuts), samples.costs
-    while len(cuts) - 1 < micro_batches:
-        starts, ends = np.array(cuts[:-1]), np.array(cuts[1:])
-        # More than this a cut can't save: the padding if all samples were as short as the shortest.
-        waste = (ends - starts) * (costs[starts] - costs[ends - 1])
-        waste[ends - starts == 1] = -1
-        widest = int(waste.argmax())
-        start, end = cuts[widest], cuts[widest + 1]
+    if len(cuts) > micro_batches:
+        return cuts
+    costs = samples.costs
+    starts, ends = np.array(cuts[:-1]), np.array(cuts[1:])
+    # More than this a cut can't save: the padding if all samples were as short as the shortest.
+    padding = (ends - starts) * (costs[starts] - costs[ends - 1])
+    heap = list(zip((-padding).tolist(), starts.tolist(), ends.tolist(), strict=True))
+    alone = [start for _, start, end in heap if end - start == 1]
+    heap = [each for each in heap if each[2] - each[1] > 1]
+    heapify(heap)
+    while len(heap) + len(alone) < micro_batches:
+        _, start, end = heappop(heap)
         inner = np.arange(start + 1, end)
-        saved = (end - inner) * (costs[start] - costs[inner])
-        cuts.insert(widest + 1, int(inner[saved.argmax()]))
-    return cuts
+        cut = start + 1 + int(((end - inner) * (costs[start] - costs[inner])).argmax())
+        for first, last in ((start, cut), (cut, end)):
+            if last - first == 1:
+                alone.append(first)
+            else:
+                heappush(heap, (int((first - last) * (costs[first] - costs[last - 1])), first, last))
+    return [*sorted([*alone, *(start for _, start, _ in heap)]), cuts[-1]]
 
 
 def move_cuts(samples: Samples, cuts: Cuts, shares: list[list[int]]) -> Cuts:
@@ -267,27 +279,28 @@ def _moves(
 def padded_candidates(samples: Samples, wanted: Wanted, fewest: int) -> Iterator[Candidate]:
     """Yield ways to cut and deal; ``fewest`` micro-batches are needed at least."""
     costs, base = samples.costs.tolist(), samples.base
-    most_free = None if base else wanted.replicas * wanted.per_replica(fewest)
 
     def price(group: Group) -> int:
         return base + len(group) * costs[group[0]] if group else base
 
     best: Candidate | None = None
-    for micro_batches in _numbers(samples, wanted, fewest):
+    cheapest = cheapest_of_all(samples)
+    for micro_batches in _numbers(samples, wanted, fewest, len(cheapest) - 1):
         most = wanted.per_replica(micro_batches) if wanted.equal else None
-        for cuts in _all_cuts(samples, micro_batches, evenly=wanted.replicas > 1):
+        known = cheapest if micro_batches == len(cheapest) - 1 else None
+        for cuts in _all_cuts(samples, micro_batches, known, evenly=wanted.replicas > 1):
             prices = [price(range(start, end)) for start, end in pairwise(cuts)]
-            if best is not None and sum(prices) > best.rank[1] * wanted.replicas:
+            if best is not None and sum(prices) > best.rank[0] * wanted.replicas:
                 continue  # no deal makes the slowest cheaper than the mean
             for found in _dealt(samples, cuts, wanted, most):
-                now = candidate(found, wanted, price, most_free)
+                now = candidate(found, wanted, price)
                 yield now
                 best = now if best is None or now.rank < best.rank else best
                 least = max(sum(prices) // wanted.replicas, base + costs[0])
-                if best.rank[1] <= least + least // _GOOD_ENOUGH:
+                if best.rank[0] <= least + least // _GOOD_ENOUGH:
                     break
             assert best is not None
-            if best.rank[1] <= least + least // _GOOD_ENOUGH:
+            if best.rank[0] <= least + least // _GOOD_ENOUGH:
                 break
 
 
@@ -304,22 +317,24 @@ def _dealt(samples: Samples, cuts: Cuts, wanted: Wanted, most: int | None) -> It
         cuts = moved
 
 
-def _numbers(samples: Samples, wanted: Wanted, fewest: int) -> list[int]:
+def _numbers(samples: Samples, wanted: Wanted, fewest: int, cheapest: int) -> list[int]:
     """Return the numbers of micro-batches to try, none below the fewest nor above the samples."""
-    least = wanted.per_replica(fewest)
-    if not samples.base:
-        tried = [wanted.replicas * least]
-    else:
-        cheapest = cheapest_number(samples)
-        below = max(least, cheapest // (wanted.replicas * wanted.multiple) * wanted.multiple)
-        tried = [] if wanted.equal else [max(fewest, cheapest)]
-        tried += [wanted.replicas * below, wanted.replicas * (below + wanted.multiple)]
+    rounded = wanted.replicas * wanted.multiple
+    below = max(wanted.per_replica(fewest), cheapest // rounded * wanted.multiple)
+    # Among many, one more or less costs nothing, and whole rounds are even.
+    tried = [] if wanted.equal or len(samples.lengths) > _EXACT_SAMPLES else [cheapest]
+    tried += [wanted.replicas * below, wanted.replicas * (below + wanted.multiple)]
     return list(dict.fromkeys(min(number, len(samples.lengths)) for number in tried))
 
 
-def _all_cuts(samples: Samples, micro_batches: int, *, evenly: bool) -> Iterator[Cuts]:
+def _all_cuts(
+    samples: Samples, micro_batches: int, cheapest: Cuts | None, *, evenly: bool
+) -> Iterator[Cuts]:
     """Yield the cheapest cuts and the most even ones, and cuts between the two."""
-    yield cheapest_cuts(samples, LARGEST_COST, split_cuts(samples, fewest_cuts(samples), micro_batches))
+    if cheapest is None:
+        start = split_cuts(samples, fewest_cuts(samples), micro_batches)
+        cheapest = cheapest_cuts(samples, LARGEST_COST, start)
+    yield cheapest
     if evenly:
         dearest = least_dearest(samples, micro_batches)
         sizes = np.minimum(most_samples(samples), dearest // samples.costs)

@@ -40,15 +40,15 @@ class Candidate:
 
     Args:
         shares: the micro-batches of each replica.
-        rank: what is made small, the first number first.
+        rank: what is made small: the slowest replica's cost, then that of all, then the micro-batches.
     """
 
     shares: list[list[Group]]
-    rank: tuple[int, int, int, int]
+    rank: tuple[int, int, int]
 
 
 def candidate(
-    shares: Sequence[Sequence[Group]], wanted: Wanted, price: Callable[[Group], int], most_free: int | None
+    shares: Sequence[Sequence[Group]], wanted: Wanted, price: Callable[[Group], int]
 ) -> Candidate:
     """Return shares with as many micro-batches as are asked for, and their rank.
 
@@ -56,8 +56,6 @@ def candidate(
         shares: the micro-batches of each replica.
         wanted: what is asked of their numbers.
         price: the cost of a micro-batch in whole numbers.
-        most_free: micro-batches over all replicas up to which their number doesn't matter; None where the
-            cost model says what one costs.
     """
     largest = max(len(share) for share in shares)
     numbers = [largest if wanted.equal else len(share) for share in shares]
@@ -66,9 +64,7 @@ def candidate(
         for share, number in zip(shares, numbers, strict=True)
     ]
     loads = [sum(map(price, share)) for share in filled]
-    number = sum(map(len, filled))
-    beyond = 0 if most_free is None else max(0, number - most_free)
-    return Candidate(shares=filled, rank=(beyond, max(loads), sum(loads), number))
+    return Candidate(shares=filled, rank=(max(loads), sum(loads), sum(map(len, filled))))
 
 
 def round_up(share: Sequence[Group], micro_batches: int) -> list[Group]:

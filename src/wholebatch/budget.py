@@ -36,7 +36,7 @@ class BudgetPlan:
             (a micro-batch of its own, of at most ``tokens_alone``), or "truncate".
         tokens_alone: the larger bound for a sample that is alone; None without one.
         equal_micro_batches: whether every replica needs the same number of micro-batches.
-        cost: what a micro-batch costs, to balance the replicas.
+        cost: what a micro-batch costs, to choose how many there are and to balance the replicas.
 
     Raises:
         PlanError: a number is not a whole positive one, or the settings contradict each other.
@@ -198,7 +198,7 @@ def plan_token_budget(
         tensor_parallel, pipeline_parallel, context_parallel: see `Layout`.
         rows, tail, too_long, tokens_alone: as for `BudgetPlan`.
         equal_micro_batches: by default where there is a pipeline, whose stages need it.
-        cost: by default one for each position.
+        cost: by default 1 for each position, and 1/32 of the budget for each micro-batch.
 
     Returns:
         The plan; the same global batches whatever the ranks and the budget.

@@ -256,7 +256,7 @@ def _least_squares(weighted: NDArray[np.float64], columns: list[int]) -> NDArray
 
 
 def _coefficients(cost: CostModel) -> tuple[float, float, float]:
-    return cost.per_micro_batch, cost.per_position, cost.per_position_and_length
+    return cost.per_micro_batch or 0.0, cost.per_position, cost.per_position_and_length
 
 
 def cost_text(found: MeasuredCost) -> str:

@@ -86,7 +86,7 @@ def _plan(batch: BatchConfig, ranks: int) -> AnyPlan:
             too_long="alone" if batch.tokens_alone else "refuse",
             tokens_alone=batch.tokens_alone or None,
             cost=CostModel(
-                per_micro_batch=batch.cost_per_micro_batch,
+                per_micro_batch=batch.cost_per_micro_batch or None,
                 per_position=batch.cost_per_position,
                 per_position_and_length=batch.cost_per_position_and_length,
             ),

@@ -55,7 +55,9 @@ class BatchConfig:
         rows: "padded" to the longest sample of the micro-batch, or "packed" one after the other without
             padding, for a model that keeps them apart; with tokens_per_micro_batch.
         cost_per_micro_batch: what a forward and backward costs whatever is in it, in the unit of
-            cost_per_position; replicas are balanced by cost, and "wholebatch measure --cost" measures it.
+            cost_per_position; 0 where it is not known, for 1/32 of what tokens_per_micro_batch positions
+            cost. Costs decide how many micro-batches there are, and balance the replicas; "wholebatch
+            measure --cost" measures them.
         cost_per_position: for each position, padding included.
         cost_per_position_and_length: for each position, times the length of the longest sample (of its
             own sample in packed rows).

@@ -233,7 +233,8 @@ def test_two_replicas_against_every_way_to_cut():
 def test_the_bound_on_packed_rows_knows_samples_over_half_a_row():
     assert pack([6, 6, 6, 1], 10, rows="packed").lower_bound == 3  # by tokens 2
     assert pack([6, 6, 3, 3, 4], 10, rows="packed").lower_bound == 3
-    assert pack([7, 7, 4, 4], 10, rows="packed").lower_bound == 3  # no 4 fits beside a 7
+    assert pack([7, 7, 4, 4], 10, rows="packed").lower_bound == 3
+    assert pack([7, 7, 7, 4, 4], 10, rows="packed").lower_bound == 4  # no 4 fits beside a 7
     assert pack([7, 7, 4, 4], 10, rows="packed").micro_batches == 3
 
 

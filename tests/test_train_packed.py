@@ -280,6 +280,14 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(UsageError, match=r"changed the logits of the others by nan of the largest"):
         tried(model)
 
+    def torn(module: nn.Module, batch: Any, layout: Any) -> Any:
+        logits = module(batch["input_ids"], layout=layout)
+        logits[0, 0] = torch.nan  # in the first sample alone
+        return logits
+
+    with pytest.raises(UsageError, match=r"for the same sample alone: nan of the largest apart"):
+        tried(broken(torn))
+
 
 def test_a_model_that_fails_on_a_row_is_refused_with_its_words() -> None:
     def failing(*_: Any) -> Any:

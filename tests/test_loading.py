@@ -306,12 +306,14 @@ def test_a_loop_that_was_left_goes_on_where_it_was() -> None:
 
 def test_workers_end_when_the_loop_is_left() -> None:
     pids = set()
-    for window in loader(WhoReads(21), workers=2):
+    made = loader(WhoReads(21), workers=2)
+    for window in made:
         pids = {number for batch in window for number in batch["pid"].tolist()}
         assert all(is_alive(pid) for pid in pids)
         break
     assert len(pids) == 2
     assert not any(is_alive(pid) for pid in pids)
+    assert made.position == 8
 
 
 def test_two_loops_over_one_loader_do_not_mix() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from wholebatch.budget import plan_token_budget
 
 from loading_data import (
     FailingStream,
@@ -23,6 +22,7 @@ from loading_data import (
     length_of,
     windows,
 )
+from wholebatch.budget import plan_token_budget
 from wholebatch.errors import JudgeError, PlanError, UnsupportedError, UsageError
 from wholebatch.loading import WindowLoader, pad_collate
 from wholebatch.plan import plan_batch
@@ -170,12 +170,14 @@ def test_a_resumed_stream_goes_on_bit_for_bit(plan: Any, workers: int) -> None:
         assert windows(second) == whole[after:], after
 
 
-def test_a_stream_resumes_twice_in_a_row() -> None:
-    whole = windows(loader(StatefulStream(75), plan=ITEMS))
+@pytest.mark.parametrize(("workers", "plan"), [(0, ITEMS), (2, FIXED)])
+def test_a_stream_resumes_again_and_again(workers: int, plan: Any) -> None:
+    make = lambda: loader(StatefulStream(40), plan=plan, workers=workers)  # noqa: E731
+    whole = windows(make())
     found: list[Any] = []
-    state = loader(StatefulStream(75), plan=ITEMS).state_dict()
+    state = make().state_dict()
     for _ in range(len(whole)):
-        one = loader(StatefulStream(75), plan=ITEMS)
+        one = make()
         one.load_state_dict(state)
         found += windows(one, 1)
         state = one.state_dict()
@@ -191,6 +193,47 @@ def test_the_state_may_be_the_iterator_s_own() -> None:
         assert windows(second) == whole[1:]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("plan", [FIXED, BUDGET, ITEMS])
+def test_a_loop_that_was_left_goes_on_with_nothing_lost(plan: Any, workers: int) -> None:
+    whole = windows(loader(StatefulStream(40), plan=plan))
+    made = loader(StatefulStream(40), plan=plan, workers=workers)
+    begin = made.state_dict()
+    assert windows(made, 1) + windows(made, 2) + windows(made) == whole
+    if workers:
+        made.load_state_dict(begin)
+        assert windows(made) == whole, "the stream of this process was never read"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_without_a_state_is_not_begun_twice(workers: int) -> None:
+    made = loader(workers=workers)
+    windows(made, 1)
+    with pytest.raises(UnsupportedError, match="this Stream was begun, and what was read of it can't"):
+        iter(made)
+
+
+def test_a_stream_that_failed_before_its_first_window_is_not_begun_twice() -> None:
+    made = loader(FailingStream(40))
+    begin = made.state_dict()
+    for _ in range(2):
+        with pytest.raises((JudgeError, UnsupportedError)):
+            windows(made)
+    made.load_state_dict(begin)
+    with pytest.raises(UnsupportedError, match="this FailingStream was begun"):
+        windows(made)
+
+
+def test_no_more_is_read_than_the_window_needs() -> None:
+    def read_for_one(plan: Any, **more: Any) -> int:
+        stream = StatefulStream(75)
+        windows(loader(stream, plan=plan, **more), 1)
+        return stream.next
+
+    assert read_for_one(FIXED) == read_for_one(BUDGET) == 8
+    assert read_for_one(ITEMS) == 16
+
+
 def test_reading_ahead_is_not_in_the_state() -> None:
     """The stream has been asked for more than was handed out."""
     first = loader(StatefulStream(75), workers=1)
@@ -200,10 +243,10 @@ def test_reading_ahead_is_not_in_the_state() -> None:
     assert cursor["copies"][0]["samples"] <= 8
 
 
-def test_states_are_asked_for_once_a_block() -> None:
+def test_states_are_asked_for_at_the_begin_and_after_each_block() -> None:
     stream = StatefulStream(75)
     windows(loader(stream))
-    assert stream.states_asked == 10
+    assert stream.states_asked == 11
 
 
 def test_a_stream_without_a_state_is_refused_by_name() -> None:
@@ -242,10 +285,11 @@ def test_several_copies_need_the_blocks_that_they_had() -> None:
 
 def test_one_copy_goes_on_under_another_plan() -> None:
     first = loader(StatefulStream(75), plan=ITEMS)
-    (window, *_) = windows(first, 1)
+    used = sum(len(window[1]) for window in windows(first, 3))
+    assert 8 < used < 16, "more of a block than the other plan reads at once"
     second = loader(StatefulStream(75), plan=FIXED)
     second.load_state_dict(first.state_dict())
-    assert list(itertools.chain(*indices(windows(second)))) == list(range(len(window[1]), 75))
+    assert list(itertools.chain(*indices(windows(second)))) == list(range(used, 75))
 
 
 def test_a_state_of_the_other_kind_or_of_another_stream_is_refused() -> None:

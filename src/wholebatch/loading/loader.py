@@ -104,6 +104,7 @@ class WindowLoader:
         self._place: Any = self._source.begin(position)
         self._pin_memory = pin_memory
         self._running: Generator[Any] | None = None
+        self._begun = False  # a loop over this loader was begun
         self._ended_here = False  # a loop over this loader has come to the end of the data
         self.samples_left_out = 0
 
@@ -120,6 +121,9 @@ class WindowLoader:
                 f"this loader has come to the end of its data, at position {self.position}; for more "
                 f"passes give it num_epochs=..., for another pass over a stream make a new one"
             )
+        if self._begun:
+            self._source.check_begun(self._place)
+        self._begun = True
         self._running = running = self._source.windows(self._place)
         return self._handed_out(running)
 

@@ -57,6 +57,9 @@ class MapSource:
         last = self.parts.num_epochs
         return last is not None and self.parts.order.epoch(position) >= last
 
+    def check_begun(self, position: int) -> None:
+        """Any position can be begun at again."""
+
     def windows(self, position: int) -> Generator[tuple[WindowBatches, int]]:
         """Windows, each with the position after it."""
         made = made_in_order(
@@ -154,6 +157,20 @@ class StreamSource:
     def is_at_end(self, cursor: Cursor) -> bool:
         """Whether every copy has ended."""
         return all(one.ended for one in cursor.copies)
+
+    def check_begun(self, cursor: Cursor) -> None:
+        """Refuse a place of a stream that was begun, where nobody can take back what was read of it.
+
+        Raises:
+            UnsupportedError: the stream tells no state, or failed before it did.
+        """
+        # Workers have copies of their own, and this process's stream is as it was.
+        if not (cursor.tells_state if cursor.samples else self.workers):
+            raise UnsupportedError(
+                f"this {type(self.dataset).__name__} was begun, and what was read of it can't be taken "
+                f"back without its state; make a new loader over a new stream, or give it state_dict() and "
+                f"load_state_dict(state)"
+            )
 
     def windows(self, cursor: Cursor) -> Generator[tuple[WindowBatches, Cursor]]:
         """Windows, each with the place after it."""

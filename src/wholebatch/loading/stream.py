@@ -37,13 +37,15 @@ class Block(NamedTuple):
         samples: fewer than were asked for at the end of the stream.
         ended: whether the stream ended.
         state: of the stream after them; None where it tells none.
+        begin: the state when this reader began; None where it tells none, or was given one.
         passed_over: whether none were asked for.
     """
 
     samples: list[Any]
     ended: bool
-    state: Any
-    passed_over: bool
+    state: Any = None
+    begin: Any = None
+    passed_over: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,21 +111,21 @@ class StreamReader:
             JudgeError: the stream failed, or can't go on from its state; names the sample.
         """
         if ask.num_samples == 0:
-            return Block([], False, None, True)
+            return Block([], False, passed_over=True)
         with random_state_kept(host_alone=True):
-            if self._worker is None:
-                self._open()
+            begin = self._open() if self._worker is None else None
             samples = list(self._read(ask.num_samples))
             state = self._state()
-        return Block(samples, self._ended, state, False)
+        return Block(samples, self._ended, state, begin)
 
-    def _open(self) -> None:
+    def _open(self) -> Any:
+        """Begin where this copy is to begin; what the stream tells there, if nobody knew it."""
         info = get_worker_info()
         self._worker = 0 if info is None else info.id
         start = self._cursor.copies[self._worker]
         self._samples, self._ended = start.samples, start.ended
         if self._ended:
-            return
+            return None
         self._seed_next()
         with naming(f"opening the stream{self._where()} failed"):
             dataset = self._dataset if hasattr(self._dataset, "__iter__") else self._dataset()
@@ -136,6 +138,7 @@ class StreamReader:
         # As StatefulDataLoader does: the iterator may tell a state of its own.
         if iterator is not dataset and has_state(iterator):
             self._sources["iterator"] = iterator
+        return self._state() if start.state is None else None
 
     def _state(self) -> dict[str, Any] | None:
         """What the stream tells of itself now; None where it tells nothing."""
@@ -190,6 +193,8 @@ def arrivals(blocks: Iterator[Block], cursor: Cursor) -> Iterator[Arrival]:
     for block in blocks:
         if block.passed_over:
             continue
+        if block.begin is not None:
+            cursor = _with_copy(cursor, replace(cursor.copies[cursor.turn], state=block.begin))
         held = len(block.samples)
         if held < cursor.used:
             read = cursor.copies[cursor.turn].samples
@@ -208,10 +213,16 @@ def arrivals(blocks: Iterator[Block], cursor: Cursor) -> Iterator[Arrival]:
 
 def _after(cursor: Cursor, block: Block) -> Cursor:
     """The place behind a block."""
+    read = cursor.copies[cursor.turn].samples + len(block.samples)
+    after = _with_copy(cursor, CopyState(state=block.state, samples=read, ended=block.ended))
+    return replace(after, turn=(cursor.turn + 1) % len(cursor.copies), used=0)
+
+
+def _with_copy(cursor: Cursor, copy_state: CopyState) -> Cursor:
+    """The place with another state of the copy whose turn it is."""
     copies = list(cursor.copies)
-    read = copies[cursor.turn].samples + len(block.samples)
-    copies[cursor.turn] = CopyState(state=block.state, samples=read, ended=block.ended)
-    return replace(cursor, copies=tuple(copies), turn=(cursor.turn + 1) % len(copies), used=0)
+    copies[cursor.turn] = copy_state
+    return replace(cursor, copies=tuple(copies))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

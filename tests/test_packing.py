@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from wholebatch.errors import PlanError
-from wholebatch.packing import CostModel, Packing, pack
+from wholebatch.packing import CostModel, Packing, pack, padded
 from wholebatch.packing.balance import deal
 from wholebatch.packing.cost import in_whole_numbers
-from wholebatch.packing.padded import fewest_cuts, most_samples, spread_cuts
+from wholebatch.packing.padded import fewest_cuts, most_samples, move_cuts, spread_cuts
 
 
 def positions_of(lengths: list[int], rows: str) -> int:
@@ -454,6 +454,35 @@ def test_positions_cost_something():
 
 
 # Parts
+
+
+@pytest.mark.parametrize(
+    ("cuts", "budget", "moved"),
+    [
+        ([0, 3, 4], 16, [0, 2, 4]),  # the last samples of the first go to the second
+        ([0, 1, 4], 16, [0, 2, 4]),  # the first samples of the second go to the first
+        ([0, 3, 4], 4, [0, 3, 4]),  # which has no room for them
+    ],
+)
+def test_the_slowest_gives_samples_away(cuts, budget, moved):
+    samples = in_whole_numbers(np.full(4, 4), budget, CostModel().under(budget), 8)
+    assert move_cuts(samples, cuts, [[0], [1]]) == moved
+
+
+def test_moving_cuts_makes_an_update_faster(monkeypatch):
+    """With few micro-batches a replica; among many, dealing alone evens them out."""
+    found = []
+    for deals in (1, padded._DEALS):
+        monkeypatch.setattr(padded, "_DEALS", deals)
+        costs = []
+        for draw in range(8):
+            lengths = np.exp(np.random.default_rng(draw).normal(np.log(665), 1.0, 18)).astype(int) + 1
+            model = CostModel(per_micro_batch=500)
+            packing = pack(np.minimum(lengths, 4096), 8192, 2, cost=model)
+            costs.append(max(packing.costs))
+        found.append(costs)
+    assert all(with_moves <= without for without, with_moves in zip(*found, strict=True))
+    assert min(np.array(found[1]) / found[0]) < 0.99
 
 
 def test_cuts_at_even_shares_keep_to_the_budget():

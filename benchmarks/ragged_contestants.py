@@ -21,7 +21,7 @@ import wholebatch as wb
 from contestants import Around, Contestant
 from wholebatch.order import SampleOrder
 from wholebatch.packing import CostModel
-from wholebatch.rows import row_layout, samples_in_rows
+from wholebatch.rows import row_layout
 from wholebatch.train.data import load_data
 from wholebatch.train.material import JobData
 from wholebatch.train.models.gpt import GPTShape
@@ -241,9 +241,7 @@ def wholebatch(source: Ragged, *, rows: Rows, tokens_per_micro_batch: int) -> Ra
         tokens_alone=longest if longer else None,
         cost=COST,
     )
-    window = wb.UpdateWindow(
-        model, optimizer, objective, plan=plan, clip_grad_norm=CLIP_GRAD_NORM, count_samples=samples_in_rows
-    )
+    window = wb.UpdateWindow(model, optimizer, objective, plan=plan, clip_grad_norm=CLIP_GRAD_NORM)
     loader = wb.WindowLoader(
         source.data.train,
         plan=plan,

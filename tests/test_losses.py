@@ -215,3 +215,11 @@ def test_the_summed_cross_entropy_is_torch_s_own(dtype: torch.dtype) -> None:
     assert torch.equal(ours.loss_sum, theirs)
     assert torch.equal(gradient, torch.autograd.grad(theirs, logits)[0])
     assert ours.num_items == 12
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (1, 0), (2, 0)])
+def test_no_tokens_are_nothing_to_learn(shape: tuple[int, int]) -> None:
+    logits = torch.zeros(*shape, 5, requires_grad=True)
+    summed, items = next_token_loss()(logits, {"labels": torch.zeros(shape, dtype=torch.int64)})
+    summed.backward()
+    assert (float(summed.detach()), int(items)) == (0.0, 0)

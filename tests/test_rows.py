@@ -14,12 +14,11 @@ from wholebatch.errors import SplitError
 from wholebatch.losses import next_token_loss
 from wholebatch.rows import (
     attend_in_rows,
-    is_packed,
     pack_rows,
     row_layout,
-    samples_in_rows,
     unpack_rows,
 )
+from wholebatch.split import is_packed, num_samples
 
 SAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 10], "labels": [-100, 11]}]
 
@@ -52,7 +51,7 @@ def test_the_samples_of_the_caller_are_not_written_to() -> None:
 def test_an_empty_sample_and_an_empty_row_are_fine() -> None:
     row = pack_rows([{"input_ids": []}, {"input_ids": [3, 4]}])
     assert row["labels"].tolist() == [[-100, 4]]
-    assert samples_in_rows(row) == 2
+    assert num_samples(row) == 2
     empty = pack_rows([])
     assert {name: tuple(values.shape) for name, values in empty.items()} == {
         "input_ids": (1, 0),
@@ -61,14 +60,14 @@ def test_an_empty_sample_and_an_empty_row_are_fine() -> None:
         "sample_lengths": (0,),
         "sample_ids": (0,),
     }
-    assert samples_in_rows(empty) == 0
+    assert num_samples(empty) == 0
     assert unpack_rows(empty["input_ids"], empty["sample_lengths"]) == ()
 
 
 def test_samples_are_counted_in_either_form() -> None:
     padded = {"input_ids": torch.zeros(4, 9)}
-    assert (is_packed(padded), samples_in_rows(padded)) == (False, 4)
-    assert (is_packed(pack_rows(SAMPLES)), samples_in_rows(pack_rows(SAMPLES))) == (True, 3)
+    assert (is_packed(padded), num_samples(padded)) == (False, 4)
+    assert (is_packed(pack_rows(SAMPLES)), num_samples(pack_rows(SAMPLES))) == (True, 3)
     assert not is_packed(torch.zeros(4, 9))
 
 

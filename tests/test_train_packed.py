@@ -18,7 +18,8 @@ from tiny_models import VOCABULARY, job_data, save_folder, settings
 from wholebatch.errors import UnsupportedError, UsageError
 from wholebatch.losses import next_token_loss
 from wholebatch.oracle import big_batch_update
-from wholebatch.rows import attend_in_rows, pack_rows, row_layout, samples_in_rows, unpack_rows
+from wholebatch.rows import attend_in_rows, pack_rows, row_layout, unpack_rows
+from wholebatch.split import num_samples
 from wholebatch.train.data.collation import Collation
 from wholebatch.train.data.masks import make_masks
 from wholebatch.train.data.store import TokenSample
@@ -79,9 +80,9 @@ def test_a_packed_micro_batch_of_token_samples() -> None:
 def test_both_forms_count_the_same_items_and_samples() -> None:
     padded, row = (collated(rows, token_samples()) for rows in ("padded", "packed"))
     assert int(OBJECTIVE.count(padded)["loss"]) == int(OBJECTIVE.count(row)["loss"]) > 0
-    assert samples_in_rows(padded) == samples_in_rows(row) == len(LENGTHS)
+    assert num_samples(padded) == num_samples(row) == len(LENGTHS)
     assert (OBJECTIVE.positions(padded), OBJECTIVE.positions(row)) == (7 * 12, sum(LENGTHS))
-    assert samples_in_rows(collated("packed", [])) == 0
+    assert num_samples(collated("packed", [])) == 0
 
 
 def test_masked_labels_lie_at_the_token_that_is_hidden_in_a_row_too() -> None:
@@ -136,7 +137,7 @@ def distance_to_padded(model: JobModel, batches: list[Any], samples: list[TokenS
         make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
     )
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    window = UpdateWindow(module, optimizer, OBJECTIVE, count_samples=samples_in_rows)
+    window = UpdateWindow(module, optimizer, OBJECTIVE)
     record = window.run(batches, loss_of(model))
     assert record.samples == len(samples)
     trained = {name: parameter.detach() for name, parameter in module.named_parameters()}

@@ -238,7 +238,7 @@ def _cross_entropy(
             raise ObjectiveError(
                 f"{name}: {weights.numel()} class weights do not fit logits of {logits.shape[-1]} classes"
             )
-        if shift:
+        if shift and wanted.shape[-1]:  # of no tokens there is nothing to shift
             # Shift the labels, not the logits: a slice of the logits would copy the largest tensor here.
             wanted = torch.constant_pad_nd(wanted, (-1, 1), ignore_index)
         rows, targets = logits.flatten(0, -2), wanted.flatten()

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wholebatch.errors import SplitError
-from wholebatch.split import num_samples
 
 # Samples share one call of attention where the longest has at most this many times the tokens of the
 # shortest: fewer calls for at most an eighth more positions, in attention alone.
@@ -116,23 +115,6 @@ def join_samples(
         "sample_lengths": lengths,
         "sample_ids": torch.tensor(list(sample_ids), dtype=torch.int64),
     }
-
-
-def is_packed(batch: Any) -> bool:
-    """Whether a micro-batch is a packed row: a mapping that has ``sample_lengths``."""
-    return isinstance(batch, Mapping) and "sample_lengths" in batch
-
-
-def samples_in_rows(batch: Any) -> int:
-    """The samples of a micro-batch, packed or not: what ``UpdateWindow(count_samples=...)`` takes.
-
-    Args:
-        batch: packed, or as for ``num_samples`` of :mod:`wholebatch.split`.
-
-    Returns:
-        Samples; of a packed row the entries of ``sample_lengths``.
-    """
-    return len(batch["sample_lengths"]) if is_packed(batch) else num_samples(batch)
 
 
 def unpack_rows(values: Tensor, sample_lengths: Tensor | Sequence[int]) -> tuple[Tensor, ...]:

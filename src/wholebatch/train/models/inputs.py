@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from wholebatch.errors import UsageError
-from wholebatch.rows import RowLayout, is_packed, row_layout
+from wholebatch.rows import RowLayout, row_layout
+from wholebatch.split import is_packed
 from wholebatch.train.material import Batch
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 
 # Replicas, fastest first, that the slowest tries to exchange with before the search ends.
-PARTNERS = 8
+_PARTNERS = 8
 # Things that may be given, of those that the slowest has; of more, every second or third and so on.
 _GIVEN = 256
 # Exchanges at most: so many, and so many for each replica.
@@ -55,7 +55,7 @@ def even_out(shares: list[list[Entry]], most: int | None = None) -> None:
         slow = max(range(len(shares)), key=lambda each: (loads[each], -each))
         if loads[slow] <= bound:
             return
-        for fast in order[:PARTNERS]:
+        for fast in order[:_PARTNERS]:
             room = most is None or len(shares[fast]) < most
             found = _best_exchange(shares[slow], shares[fast], loads[slow] - loads[fast], room=room)
             if found is not None:

@@ -2,8 +2,8 @@
 
 What a sample costs doesn't depend on the others of its row, so that evenness is a matter of who gets
 which sample, and the rows a matter of the budget alone. Two ways are tried: deal samples to the replicas
-and fill rows in each, which is the most even; or fill rows, deal those and exchange samples of equal
-enough length, which needs the fewest rows where the budget is tight.
+and fill rows in each, which is the most even; or fill rows and deal those, which needs the fewest where
+the budget is tight.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from wholebatch.packing.balance import PARTNERS, deal
+from wholebatch.packing.balance import deal
 from wholebatch.packing.cost import Samples
 from wholebatch.packing.wanted import Candidate, Group, Wanted, candidate, round_up
 
-# Samples compared with rows at most, in all exchanges together: among more rows, dealing evens them out.
-_COMPARED = 10_000
 # A slowest replica within one part in so many of the least that there can be is not searched further.
 _GOOD_ENOUGH = 1000
 
@@ -113,71 +111,4 @@ def packed_candidates(samples: Samples, wanted: Wanted, fewest: int) -> Iterator
         if rows is None:
             continue
         dealt = deal([price(row) for row in rows], wanted.replicas, per_replica if wanted.equal else None)
-        kept = [list(row) for row in rows]
-        exchange_samples(samples, kept, dealt)
-        yield candidate([[kept[row] for row in share] for share in dealt], wanted, price)
-
-
-def exchange_samples(samples: Samples, rows: Rows, shares: list[list[int]]) -> None:
-    """Let the slowest replica exchange samples with the fastest ones while its cost falls, in place.
-
-    Rows stay with their replicas and within the budget, and none gets empty: a sample is given for one
-    that costs less.
-    """
-    costs, lengths = samples.costs.tolist(), samples.lengths.tolist()
-    # Each replica keeps its rows, so that what they cost by themselves counts and never changes.
-    loads = [
-        sum(samples.base + sum(costs[place] for place in rows[row]) for row in share) for share in shares
-    ]
-    compared = 0
-    while compared < _COMPARED:
-        order = sorted(range(len(shares)), key=lambda each: (loads[each], each))
-        slow = max(range(len(shares)), key=lambda each: (loads[each], -each))
-        num_given = sum(len(rows[row]) for row in shares[slow])
-        for fast in order[:PARTNERS]:
-            compared += num_given * len(shares[fast])
-            if compared > _COMPARED:
-                return
-            gap = loads[slow] - loads[fast]
-            found = _best_exchange(samples, (costs, lengths), rows, (shares[slow], shares[fast]), gap)
-            if found is not None:
-                break
-        else:
-            return
-        giver, given, taker, taken = found
-        rows[giver].remove(given)
-        rows[taker].remove(taken)
-        insort(rows[taker], given)
-        insort(rows[giver], taken)
-        moved = costs[given] - costs[taken]
-        loads[slow] -= moved
-        loads[fast] += moved
-
-
-def _best_exchange(
-    samples: Samples,
-    values: tuple[list[int], list[int]],
-    rows: Rows,
-    pair: tuple[list[int], list[int]],
-    gap: int,
-) -> tuple[int, int, int, int] | None:
-    """Return row and sample that the slow replica gives, and row and sample that it takes."""
-    costs, lengths = values
-    rooms = [samples.budget - sum(lengths[place] for place in rows[row]) for row in pair[1]]
-    best, gain = None, 0
-    for giver in pair[0]:
-        for given in rows[giver]:
-            target = bisect_left(costs, gap // 2 - costs[given], key=_minus)
-            for taker, room in zip(pair[1], rooms, strict=True):
-                row = rows[taker]
-                where = bisect_left(row, target)
-                for taken in row[max(where - 1, 0) : where + 1]:
-                    moved = costs[given] - costs[taken]
-                    fits = lengths[given] - lengths[taken] <= room
-                    if fits and min(moved, gap - moved) > gain:
-                        best, gain = (giver, given, taker, taken), min(moved, gap - moved)
-    return best
-
-
-def _minus(cost: int) -> int:
-    return -cost
+        yield candidate([[rows[row] for row in share] for share in dealt], wanted, price)

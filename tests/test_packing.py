@@ -328,7 +328,7 @@ def test_the_same_packing_on_every_machine():
     for rows, replicas, equal in (("padded", 1, False), ("padded", 8, True), ("packed", 8, False)):
         packing = pack(lengths, 4096, replicas, rows=rows, equal_micro_batches=equal, cost=model)
         digests.append(hashlib.sha256(repr(packing.replicas).encode()).hexdigest()[:12])
-    assert digests == ["32d0144bae27", "cbdf03fa8d0c", "f5063eb5665c"]
+    assert digests == 
 
 
 def test_ties_go_to_the_lower_index():

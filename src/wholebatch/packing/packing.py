@@ -34,7 +34,8 @@ class Packing:
 
     Args:
         replicas: for each replica its micro-batches, largest first (most positions, so that memory peaks
-            in the first one), and in each the indices into the lengths that were packed, ascending.
+            in the first one), and in each the indices into the lengths that were packed, longest first: in a row
+            samples of near length then share a call of attention.
         budget: positions of a micro-batch at most.
         budget_alone: positions at most of a micro-batch of one sample that is longer than the budget;
             None without any.
@@ -237,7 +238,7 @@ def _measured(
     index, tokens = order.tolist(), lengths.tolist()
     for share in shares:
         sizes = [_size([tokens[place] for place in group], rows) for group in share]
-        chosen = [tuple(sorted(index[place] for place in group)) for group in share]
+        chosen = [tuple(index[place] for place in sorted(group)) for group in share]  # longest first
         ranked = sorted(range(len(share)), key=lambda each: (-sizes[each][0], chosen[each]))
         replicas.append(tuple(chosen[each] for each in ranked))
         summed = sum(size for size, _ in sizes)

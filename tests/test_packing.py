@@ -328,7 +328,7 @@ def test_the_same_packing_on_every_machine():
     for rows, replicas, equal in (("padded", 1, False), ("padded", 8, True), ("packed", 8, False)):
         packing = pack(lengths, 4096, replicas, rows=rows, equal_micro_batches=equal, cost=model)
         digests.append(hashlib.sha256(repr(packing.replicas).encode()).hexdigest()[:12])
-    assert digests == 
+    assert digests == ["430226fbe3f7", "0636c900ef2b", "9116ba957a61"]
 
 
 def test_ties_go_to_the_lower_index():

@@ -34,8 +34,8 @@ class Packing:
 
     Args:
         replicas: for each replica its micro-batches, largest first (most positions, so that memory peaks
-            in the first one), and in each the indices into the lengths that were packed, longest first: in a row
-            samples of near length then share a call of attention.
+            in the first one), and in each the indices into the lengths that were packed, longest first: in
+            a row samples of near length then share a call of attention.
         budget: positions of a micro-batch at most.
         budget_alone: positions at most of a micro-batch of one sample that is longer than the budget;
             None without any.

@@ -393,7 +393,7 @@ def test_too_long_is_refused_with_the_choices():
 @pytest.mark.parametrize("rows", ["padded", "packed"])
 def test_too_long_is_alone_or_cut(rows):
     alone = pack([3, 12, 4], 10, rows=rows, too_long="alone", budget_alone=12, cost=DEAR)
-    assert alone.replicas == (((1,), (0, 2)),)
+    assert alone.replicas == (((1,), (2, 0)),)
     assert (alone.alone, alone.truncated, alone.budget_alone) == ((1,), (), 12)
     assert alone.largest_micro_batch_positions == 12
     cut = pack([3, 12, 4], 10, rows=rows, too_long="truncate", cost=DEAR)

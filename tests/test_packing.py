@@ -397,7 +397,7 @@ def test_too_long_is_alone_or_cut(rows):
     assert (alone.alone, alone.truncated, alone.budget_alone) == ((1,), (), 12)
     assert alone.largest_micro_batch_positions == 12
     cut = pack([3, 12, 4], 10, rows=rows, too_long="truncate", cost=DEAR)
-    assert cut.replicas == (((1,), (0, 2)),)
+    assert cut.replicas == (((1,), (2, 0)),)
     assert (cut.alone, cut.truncated, cut.tokens) == ((), (1,), 17)
     assert cut.largest_micro_batch_positions == 10
 

@@ -339,6 +339,38 @@ def test_items_of_ones_own_samples_have_to_be_given_for_a_global_batch_of_items(
     assert all(r.items <= 30 for r in read_run(tmp_path / "run").records)
 
 
+BY_LENGTH = """
+def collate(samples):
+    longest = max(len(one["x"]) for one in samples)
+    rows = [list(one["x"]) + [0] * (longest - len(one["x"])) for one in samples]
+    labels = [list(one["x"]) + [-100] * (longest - len(one["x"])) for one in samples]
+    return {"input_ids": torch.tensor(rows), "labels": torch.tensor(labels)}
+"""
+
+
+@pytest.mark.parametrize("held_out", ["", '"held_out": [{"x": [1, 2, 3]}, {"x": [4]}],'])
+def test_lengths_that_are_given_serve_samples_that_do_not_tell_theirs(
+    tmp_path: Path, held_out: str
+) -> None:
+    more = (
+        '"train": [{"x": [1 + i % 9] * (2 + i % 7)} for i in range(40)],'
+        f'"lengths": [2 + i % 7 for i in range(40)], "collate": collate, {held_out}'
+    )
+    config = tiny(
+        tmp_path / "run",
+        batch=LESS_MEMORY,
+        data=own(tmp_path, more=more) | {"held_out_one_in": 4},
+        proof={"check_first_batch": True},
+    )
+    file = tmp_path / "own.py"
+    text = file.read_text().replace('        "held_out": [],\n', "")
+    file.write_text(text + BY_LENGTH, encoding="utf-8")
+    _, job, display = run(config)
+    assert "micro-batches make the update of the big batch" in display.words.getvalue()
+    assert (job.data.held_out_lengths is None) == bool(held_out)
+    assert [e.samples for e in read_run(tmp_path / "run").evaluations] == [len(job.data.held_out)] * 3
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_cannot_be_read_is_left_out_and_recorded(tmp_path: Path, workers: int) -> None:
     skip = own(tmp_path, bad=3, on_bad_sample="skip", workers=workers)

@@ -167,7 +167,7 @@ class Update:
             self._held,
             window.objective,
             count_samples=window.count_samples,
-            sample_ids=self._sample_ids,
+            sample_ids=self._ids_of_samples(),
             samples_left_out=len(getattr(self._batches, "left_out", ())),
             counted=self._counting_pass(),
             settings=fingerprint(self._settings),
@@ -176,6 +176,10 @@ class Update:
         self._pending = window.agreement.exchange(
             self._ahead.payload(len(window.terms)), doing="adding up what the window holds"
         )
+
+    def _ids_of_samples(self) -> Iterable[int] | None:
+        given = self._sample_ids
+        return getattr(self._batches, "sample_ids", None) if given is None else given
 
     def _counting_pass(self) -> list[dict[str, Number]] | None:
         if self._count_with is None:

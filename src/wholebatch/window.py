@@ -186,7 +186,11 @@ class UpdateWindow:
         Raises:
             WindowUsageError: the loader yields micro-batches, and no plan says how many make a window.
         """
-        parts, draws = self._parts, self._draws(loader)
+        parts, whole = self._parts, getattr(loader, "yields_windows", False)
+        # A loader of whole windows sees to the tail itself.
+        drops = not whole and self.plan is not None and self.plan.tail == "drop"
+        full_samples = (self.plan.global_batch_samples or 0) if self.plan is not None else 0
+        draws = map(_Drawn, loader) if whole else self._cut(loader, drops)
         while True:
             if parts.poisoned:
                 raise PoisonedWindowError(parts.poisoned)
@@ -206,37 +210,25 @@ class UpdateWindow:
             if ranks_with == 0:
                 return
             # Only the end of the data is a tail; a short window before it is not dropped.
-            if not some_more and held_samples < (self._dropped_below(loader) or 0):
+            if drops and not some_more and held_samples < full_samples:
                 self.samples_dropped += round(held_samples)
                 return
             yield window
 
-    def _draws(self, loader: Iterable[Any]) -> Iterator[_Drawn]:
-        """One window of this rank after another, as far as its loader goes."""
-        if _yields_windows(loader):
-            return (_Drawn(window) for window in loader)
+    def _cut(self, loader: Iterable[Any], looks_ahead: bool) -> Iterator[_Drawn]:
+        """Windows of micro-batches, as far as this rank's loader goes; and whether more follow."""
         if self.plan is None or self.plan.micro_batches_per_window is None:
             raise WindowUsageError(
                 "window.batches needs to know how many micro-batches make a window; give the window "
                 "plan=wholebatch.plan_batch(...), draw from a WindowLoader, or pass lists of micro-batches "
                 "to window.update yourself"
             )
-        return self._cut(iter(loader), self.plan.micro_batches_per_window)
-
-    def _cut(self, source: Iterator[Any], micro_batches: int) -> Iterator[_Drawn]:
-        while drawn := list(islice(source, micro_batches)):
-            if self._dropped_below(source) is None:
-                yield _Drawn(drawn)
-                continue
-            ahead = list(islice(source, 1))
+        source = iter(loader)
+        while drawn := list(islice(source, self.plan.micro_batches_per_window)):
+            ahead = list(islice(source, 1)) if looks_ahead else []
             source = chain(ahead, source)
-            yield _Drawn(drawn, sum(map(self._parts.count_samples, drawn)), len(ahead))
-
-    def _dropped_below(self, loader: Iterable[Any]) -> int | None:
-        """How many samples a last window must have not to be dropped; None where it never is."""
-        if self.plan is None or self.plan.tail != "drop" or _yields_windows(loader):
-            return None
-        return self.plan.global_batch_samples
+            samples = sum(map(self._parts.count_samples, drawn)) if looks_ahead else 0
+            yield _Drawn(drawn, samples, len(ahead))
 
     def update(self, batches: Iterable[Any], *, sample_ids: Iterable[int] | None = None) -> Update:
         """One update over ``batches``: enter it, iterate it, call ``backward`` once in each turn.
@@ -244,8 +236,8 @@ class UpdateWindow:
         Args:
             batches: this rank's micro-batches of one global batch, as a list. Where it has ``left_out``,
                 ids of samples that could not be read, the record says how many.
-            sample_ids: ids of this rank's samples, for the record's digest; by default those under
-                ``"sample_ids"`` in each micro-batch.
+            sample_ids: ids of this rank's samples, for the record's digest; by default those that
+                ``batches`` has, as a ``WindowLoader``'s do, or under ``"sample_ids"`` in each micro-batch.
 
         Returns:
             A context manager that commits on exit and rolls back on an exception.
@@ -309,15 +301,11 @@ class UpdateWindow:
 
 
 class _Drawn(NamedTuple):
-    """A window of one rank; its samples, and whether more follow, where a tail is to be dropped."""
+    """A window of one rank; its samples, and whether more follow, where a tail is dropped."""
 
     micro_batches: list[Any]
     samples: int = 0
     more: int = 0
-
-
-def _yields_windows(loader: Any) -> bool:
-    return getattr(loader, "yields_windows", False)
 
 
 def _several(given: Any) -> tuple[Any, ...]:

@@ -276,7 +276,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "batch.micro_batch_samples": (0, _MANY),
     "batch.tokens_per_micro_batch": (0, _MANY),
     "batch.tokens_alone": (0, _MANY),
-    "batch.cost_per_micro_batch": (0, 1e12),
+    "batch.cost_per_micro_batch": (-1, 1e12),
     "batch.cost_per_position": (0, 1e12),
     "batch.cost_per_position_and_length": (0, 1e12),
     "data.held_out_one_in": (2, 10**6),

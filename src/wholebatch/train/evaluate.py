@@ -9,13 +9,13 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from wholebatch.loading.lengths import PackAlone
 from wholebatch.loading.reading import collated, micro_batch, read_samples
 from wholebatch.objective import LossSum
 from wholebatch.plan import BatchPlan
 from wholebatch.record import Counters, Evaluation
 from wholebatch.replay import RandomState
 from wholebatch.result import losses_by_term, whole
+from wholebatch.train.cutting import cut_by_tokens
 from wholebatch.train.material import Batch, Samples
 from wholebatch.train.parts import Job
 
@@ -84,7 +84,7 @@ def evaluate(
 
 def _sums_of_this_rank(job: Job, samples: Samples, leave: Callable[[], bool]) -> tuple[bool, list[float]]:
     """Whether it was left, and ``L_k`` and then ``N_k`` of every term over this rank's samples."""
-    lengths = getattr(samples, "lengths", None)
+    lengths = job.data.held_out_lengths
     order = range(len(samples)) if lengths is None else sorted(range(len(samples)), key=lengths.__getitem__)
     mine = list(order)[job.world.rank :: job.world.ranks]
     module = job.model.module
@@ -108,12 +108,11 @@ def _micro_batches(job: Job, samples: Samples, ids: list[int]) -> Iterator[Batch
         for start in range(0, len(ids), m):
             yield micro_batch(samples, collate, ids[start : start + m], epoch=0, seed=seed)
         return
-    assert job.data.length_of is not None
-    pack = PackAlone(plan=plan, length_of=job.data.length_of)
+    lengths = job.data.held_out_lengths
     for start in range(0, len(ids), _READ_TOGETHER):
         some = ids[start : start + _READ_TOGETHER]
         read = read_samples(samples, some, epoch=0, seed=seed)
-        for chosen in pack(list(zip(some, read, strict=True))):
+        for chosen in cut_by_tokens(plan, job.data, list(zip(some, read, strict=True)), lengths):
             yield collated(samples, collate, chosen, epoch=0, seed=seed)
 
 

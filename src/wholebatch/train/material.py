@@ -45,6 +45,7 @@ class JobData:
         num_labels: classes of the objective "label"; None for the others.
         padding_id: token id of padding, masked or not attended to.
         lengths: tokens of each sample to train on, shape (samples,); None where nobody knows them ahead.
+        held_out_lengths: the same of the samples to evaluate on.
         items: items of each sample to train on, the same in every epoch, shape (samples,); None where
             nobody knows them ahead.
         length_of: tokens of a sample that was read, for samples whose lengths are not known ahead; None
@@ -61,6 +62,7 @@ class JobData:
     num_labels: int | None = None
     padding_id: int = 0
     lengths: NDArray[np.int64] | None = None
+    held_out_lengths: NDArray[np.int64] | None = None
     items: NDArray[np.int64] | None = None
     length_of: Callable[[Any], int] | None = None
     facts: dict[str, Any] = field(default_factory=dict)

@@ -86,7 +86,7 @@ def _plan(batch: BatchConfig, ranks: int) -> AnyPlan:
             too_long="alone" if batch.tokens_alone else "refuse",
             tokens_alone=batch.tokens_alone or None,
             cost=CostModel(
-                per_micro_batch=batch.cost_per_micro_batch or None,
+                per_micro_batch=batch.cost_per_micro_batch if batch.cost_per_micro_batch >= 0 else None,
                 per_position=batch.cost_per_position,
                 per_position_and_length=batch.cost_per_position_and_length,
             ),
@@ -186,19 +186,21 @@ def _per_update(job: Job) -> dict[str, float]:
 
 def _check_lengths(plan: AnyPlan, data: JobData) -> None:
     """Refuse samples that no micro-batch can take before anything is trained on the others."""
-    if not isinstance(plan, BudgetPlan) or data.lengths is None or not len(data.lengths):
+    if not isinstance(plan, BudgetPlan):
         return
-    longest = int(data.lengths.argmax())
-    tokens, budget = int(data.lengths[longest]), plan.tokens_per_micro_batch
-    if tokens <= max(budget, plan.tokens_alone or 0):
-        return
-    over = int((data.lengths > max(budget, plan.tokens_alone or 0)).sum())
-    raise UsageError(
-        f"sample {longest} has {tokens} tokens, more than batch.tokens_per_micro_batch = {budget}"
-        f"{f' and batch.tokens_alone = {plan.tokens_alone}' if plan.tokens_alone else ''}, and so have "
-        f"{over - 1} others; raise it, set batch.tokens_alone to {tokens} or more to give such a sample a "
-        f"micro-batch of its own, or cut samples with data.max_tokens_per_sample"
-    )
+    budget, alone = plan.tokens_per_micro_batch, plan.tokens_alone
+    bounds = f"{budget} and batch.tokens_alone = {alone}" if alone else f"{budget}"
+    for side, lengths in (("", data.lengths), ("held-out ", data.held_out_lengths)):
+        if lengths is None or not (over := int((lengths > max(budget, alone or 0)).sum())):
+            continue
+        longest = int(lengths.argmax())
+        others = f", and so have {over - 1} others" if over > 1 else ""
+        raise UsageError(
+            f"{side}sample {longest} has {lengths[longest]} tokens, more than "
+            f"batch.tokens_per_micro_batch = {bounds}{others}; raise it, set batch.tokens_alone to "
+            f"{lengths[longest]} or more to give such a sample a micro-batch of its own, or cut samples with "
+            f"data.max_tokens_per_sample"
+        )
 
 
 def data_identity(job: Job) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from wholebatch.loading.lengths import PackAlone
 from wholebatch.loading.reading import read_samples
 from wholebatch.plan import BatchPlan
+from wholebatch.train.cutting import cut_by_tokens
 from wholebatch.train.material import Batch
 from wholebatch.train.optimize import make_optimizer
 from wholebatch.train.parts import Job
@@ -64,8 +64,7 @@ def _micro_batches(job: Job) -> list[list[tuple[int, Any]]]:
     if isinstance(job.plan, BatchPlan):
         m = max(1, min(job.plan.micro_batch_samples, len(ids) // 2))
         return [samples[start : start + m] for start in range(0, len(ids), m)]
-    assert job.data.length_of is not None
-    parts = PackAlone(plan=job.plan, length_of=job.data.length_of)(samples)
+    parts = cut_by_tokens(job.plan, job.data, samples, job.data.lengths)
     if len(parts) == 1 and len(samples) > 1:
         half = len(samples) // 2
         return [parts[0][:half], parts[0][half:]]

@@ -55,7 +55,7 @@ class BatchConfig:
         rows: "padded" to the longest sample of the micro-batch, or "packed" one after the other without
             padding, for a model that keeps them apart; with tokens_per_micro_batch.
         cost_per_micro_batch: what a forward and backward costs whatever is in it, in the unit of
-            cost_per_position; 0 where it is not known, for 1/32 of what tokens_per_micro_batch positions
+            cost_per_position; -1 where it is not known, for 1/32 of what tokens_per_micro_batch positions
             cost. Costs decide how many micro-batches there are, and balance the replicas; "wholebatch
             measure --cost" measures them.
         cost_per_position: for each position, padding included.
@@ -71,7 +71,7 @@ class BatchConfig:
     tokens_per_micro_batch: int = 0
     tokens_alone: int = 0
     rows: Literal["padded", "packed"] = "padded"
-    cost_per_micro_batch: float = 0.0
+    cost_per_micro_batch: float = -1.0
     cost_per_position: float = 1.0
     cost_per_position_and_length: float = 0.0
     tail: Literal["partial", "drop"] = "partial"

@@ -212,6 +212,7 @@ def _job_data(config: TrainConfig, reading: Reading, tokenizer: Tokenizer, form:
         num_labels=len(names) if kind == "label" else None,
         padding_id=tokenizer.padding_id,
         lengths=train.lengths,
+        held_out_lengths=held_out.lengths,
         items=items,
         length_of=_tokens_of,
         facts=facts | ({"labels": names} if kind == "label" else {}),

@@ -160,6 +160,7 @@ def load_own(config: TrainConfig) -> JobData:
         num_labels=parts.get("num_labels"),
         padding_id=collation.padding_id,
         lengths=_by_sample(parts, "lengths", train),
+        held_out_lengths=None if "held_out" in parts else _by_sample(parts, "lengths", held_out),
         items=_by_sample(parts, "items", train),
         length_of=_tokens_of,
         facts=facts,
@@ -248,13 +249,13 @@ def _check_by_sample(parts: Mapping[str, Any], source: str) -> None:
             )
 
 
-def _by_sample(parts: Mapping[str, Any], key: str, train: Samples) -> NDArray[np.int64] | None:
-    """These numbers of the samples that are trained on; None where the function gave none."""
+def _by_sample(parts: Mapping[str, Any], key: str, side: Samples) -> NDArray[np.int64] | None:
+    """These numbers of the samples of a side; None where the function gave none."""
     if key not in parts:
         return None
     numbers = np.asarray(parts[key]).astype(np.int64)
     # Some were held out of what the function gave.
-    return numbers if train is parts["train"] else numbers[cast("Subset[Any]", train).indices]
+    return numbers if side is parts["train"] else numbers[cast("Subset[Any]", side).indices]
 
 
 def _tokens_of(sample: Any) -> int:

@@ -198,8 +198,8 @@ def _check_lengths(plan: AnyPlan, data: JobData) -> None:
         raise UsageError(
             f"{side}sample {longest} has {lengths[longest]} tokens, more than "
             f"batch.tokens_per_micro_batch = {bounds}{others}; raise it, set batch.tokens_alone to "
-            f"{lengths[longest]} or more to give such a sample a micro-batch of its own, or cut samples with "
-            f"data.max_tokens_per_sample"
+            f"{lengths[longest]} or more to give such a sample a micro-batch of its own, or cut samples "
+            f"with data.max_tokens_per_sample"
         )
 
 

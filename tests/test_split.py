@@ -72,6 +72,10 @@ def test_a_list_of_tensors_is_what_default_collation_makes_of_pairs() -> None:
         (torch.zeros(5), [5, 0], r"at least 1; got \[5, 0\]"),
         (torch.zeros(1), [True], r"got \[True\]"),
         ({"a": torch.zeros(5), "b": torch.zeros(4)}, [5], r"batch\['a'\] has 5, batch\['b'\] has 4"),
+        ({"a": torch.zeros(5), "b": [1]}, [5], r"batch\['a'\] has 5, batch\['b'\] has 1"),
+        ({"a": torch.zeros(5), "b": {1}}, [5], r"batch\['b'\] is a set, which can't be cut"),
+        ({"a": torch.tensor(1.0)}, [1], "a batch of type dict holds no tensor or list"),
+        ({}, [1], "a batch of type dict holds no tensor or list"),
         ({"a": 1.0}, [1], "holds no tensor or list with a dimension of samples"),
         ({"a": {1, 2}}, [1], r"batch\['a'\] is a set, which can't be cut"),
     ],
@@ -84,5 +88,7 @@ def test_what_can_not_be_cut_is_refused(batch: object, sizes: list[int], message
 def test_a_packed_row_tells_its_samples_and_is_not_cut() -> None:
     row = {"input_ids": torch.zeros(1, 9), "sample_lengths": torch.tensor([4, 3, 2])}
     assert num_samples(row) == 3
-    with pytest.raises(SplitError, match=r"a packed row of 3 samples.*split the samples into \[1, 2\] before"):
+    with pytest.raises(
+        SplitError, match=r"a packed row of 3 samples.*split the samples into \[1, 2\] before"
+    ):
         split_batch(row, [1, 2])

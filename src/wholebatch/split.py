@@ -36,6 +36,9 @@ def num_samples(batch: Any) -> int:
     """
     if is_packed(batch):
         return len(batch[SAMPLE_LENGTHS])
+    plain = _of_plain_dict(batch) if type(batch) is dict else None
+    if plain is not None:
+        return plain
     lengths = dict(_lengths(_as_collated(batch), ()))
     if not lengths:
         raise SplitError(
@@ -108,6 +111,14 @@ def like_mapping(mapping: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[A
     except Exception:  # whatever another class's constructor makes of one dict
         return parts
     return made if same else parts
+
+
+def _of_plain_dict(batch: dict[Any, Any]) -> int | None:
+    """Samples of the batch that nearly everybody has, a dict of tensors of one length; else ``None``."""
+    lengths = {
+        len(part) if isinstance(part, torch.Tensor) and part.ndim else None for part in batch.values()
+    }
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _as_collated(batch: Any) -> Any:

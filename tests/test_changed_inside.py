@@ -23,7 +23,7 @@ from wholebatch.errors import (
     WindowUsageError,
 )
 from wholebatch.gradients import careful_norm
-from wholebatch.objective import counted_loss, sample_loss
+from wholebatch.objective import SummedLoss, counted_loss, sample_loss
 from wholebatch.snapshot import CLOSE_UPDATES
 from wholebatch.window import UpdateWindow
 
@@ -319,6 +319,37 @@ def test_numbers_of_items_that_are_none_are_refused(items: list[Any], message: s
     with pytest.raises((CountMismatchError, ObjectiveError), match=message):
         window.run([X, X], lambda model, batch: (squares(model, batch)[0], next(given)))
     assert window.run([X], lambda m, b: (squares(m, b)[0], np.int64(2))).items == 2
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_labels_written_between_their_count_and_their_sum_are_noticed(alike: bool) -> None:
+    model = linear().float()
+    window = UpdateWindow(model, torch.optim.SGD(model.parameters(), lr=0.1), wb.token_loss())
+    before, buffer = model.weight.detach().clone(), np.array([0, 1])
+    labels = torch.from_numpy(buffer)
+    batches = [{"x": X.float(), "labels": labels.clone()}, {"x": X.float(), "labels": labels}]
+    if not alike:
+        batches[0] = {"x": X[:1].float(), "labels": labels[:1].clone()}
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        buffer[1] = -100  # as a loader that fills its buffer again; torch does not see it
+        return wb.token_loss()(model(batch["x"]), batch)
+
+    with pytest.raises(CountMismatchError, match=r"micro-batch 2 of 2 .* summed 1 items and the objective"):
+        window.run(batches, loss)
+    assert torch.equal(model.weight, before)
+
+
+def test_a_count_of_a_class_of_your_own_is_heeded() -> None:
+    class Twice(SummedLoss):
+        def count(self, batch: Any) -> dict[str, float]:
+            return {"loss": 2.0 * float(SummedLoss.count(self, batch)["loss"])}
+
+    plain, model = wb.token_loss(), linear().float()
+    own = Twice(name="twice", loss=plain.loss, items=plain.items, items_of_each=plain.items_of_each)
+    window = UpdateWindow(model, torch.optim.SGD(model.parameters(), lr=0.1), own)
+    with pytest.raises(CountMismatchError, match="summed 2 items and the objective counted 4"):
+        window.run([{"x": X.float(), "labels": torch.tensor([0, 1])}], lambda m, b: plain(m(b["x"]), b))
 
 
 def test_tiny_weights_are_compared_to_their_own_size() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from wholebatch.errors import ObjectiveError
 from wholebatch.losses import binary_loss, next_token_loss, regression_loss, token_loss
@@ -194,13 +195,60 @@ def test_what_does_not_fit_is_refused_with_its_shapes(act: Any, message: str) ->
 
 def test_what_the_loss_summed_is_counted_anew_and_not_remembered() -> None:
     objective = next_token_loss()
-    buffer = np.array([[1, 2, 3, -100]])
-    batch = {"labels": torch.from_numpy(buffer)}
-    logits = torch.zeros(1, 4, 5)
-    assert objective.count(batch) == {"loss": 2}
-    assert objective(logits, batch).num_items == 2
-    buffer[0, 3] = 4  # a write that torch does not see
-    assert objective(logits, batch).num_items == 3
+    for requires_grad in (True, False):
+        buffer = np.array([[1, 2, 3, -100]])
+        batch = {"labels": torch.from_numpy(buffer)}
+        logits = torch.zeros(1, 4, 5, requires_grad=requires_grad)
+        assert objective.count(batch) == {"loss": 2}
+        assert objective(logits, batch).num_items == 2
+        buffer[0, 3] = 4  # a write that torch does not see
+        assert objective(logits, batch).num_items == 3
+
+
+def test_to_ask_for_the_number_runs_no_checkpointed_forward_again() -> None:
+    objective, layer, forwards = token_loss(), torch.nn.Linear(2, 5), []
+
+    def part(given: Tensor) -> tuple[Tensor, Any]:
+        forwards.append(given)
+        return tuple(objective(layer(given), {"labels": LABELS}))
+
+    loss_sum, items = checkpoint(part, torch.ones(3, 4, 2), use_reentrant=False)
+    assert (len(forwards), int(items)) == (1, 9)
+    loss_sum.backward()
+    assert len(forwards) == 2
+
+
+MANY = [LABELS, LABELS.roll(1, 0), LABELS.clone().fill_(-100)]
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        MANY,
+        [*MANY, LABELS[:2, :3]],
+        [LABELS[:, :1], LABELS[:, :0]],
+        [LABELS[:0], LABELS[:0]],
+        [LABELS.int()],
+        [],
+    ],
+)
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("most", [0, 2**15])
+@pytest.mark.parametrize("make", [token_loss, next_token_loss])
+def test_micro_batches_are_counted_together_as_one_by_one(
+    make: Any, most: int, weights: Tensor | None, labels: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wholebatch.losses._FEW_LABELS", most)
+    objective = make(class_weights=weights)
+    batches = [{"labels": one} for one in labels]
+    one_by_one = [float(objective.count(batch)["loss"]) for batch in batches]
+    assert list(map(float, objective.items_of_each(batches))) == one_by_one
+    assert one_by_one != [0.0, 0.0, 0.0]
+
+
+def test_labels_of_one_class_for_each_micro_batch_are_counted_together_too() -> None:
+    wanted = [{"labels": torch.tensor(label)} for label in (1, -100)]
+    assert token_loss().items_of_each(wanted) == [1, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -5,8 +5,8 @@ What each counts as an item is the first thing its docstring says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,7 @@ from wholebatch.objective import CheckedLossSum, Number, SummedLoss
 
 Selector = str | int | Callable[[Any], Tensor]
 
-_NLL = torch.ops.aten.nll_loss_forward.default
-_SUM = 2  # its reduction
+_FEW_LABELS = 2**15  # more of them take longer to copy than to count one micro-batch after another
 
 
 def next_token_loss(
@@ -224,6 +223,14 @@ def _cross_entropy(
         # No boolean indexing: on an accelerator it would wait for the device.
         return (weights[torch.where(counts, wanted, 0)] * counts).sum()
 
+    def number_of_each(batches: Sequence[Any]) -> list[Number]:
+        found = [find(batch) for batch in batches]
+        if class_weights is None and _are_few_and_alike(found):
+            together = torch.stack(found) != ignore_index
+            counts = together[:, :, 1:] if shift else together
+            return cast(list[Number], counts.reshape(len(found), -1).sum(1).tolist())
+        return [number(wanted[:, 1:] if shift else wanted) for wanted in found]
+
     def loss(output: Any, batch: Any) -> tuple[Tensor, Number]:
         logits, wanted = _logits(output), find(batch)
         if wanted.device != logits.device:
@@ -242,11 +249,6 @@ def _cross_entropy(
             # Shift the labels, not the logits: a slice of the logits would copy the largest tensor here.
             wanted = torch.constant_pad_nd(wanted, (-1, 1), ignore_index)
         rows, targets = logits.flatten(0, -2), wanted.flatten()
-        if weights is None and label_smoothing == 0.0:
-            # What F.cross_entropy does, with the number that the kernel has counted as it summed.
-            log_shares = F.log_softmax(rows, dim=-1)
-            summed, items = _NLL(log_shares, targets, None, _SUM, ignore_index)
-            return CheckedLossSum(summed, items)
         summed = F.cross_entropy(
             rows,
             targets,
@@ -255,14 +257,32 @@ def _cross_entropy(
             reduction="sum",
             label_smoothing=label_smoothing,
         )
-        return summed, number(wanted)
+        counted = _counted_by_kernel(summed) if weights is None and label_smoothing == 0.0 else None
+        return (summed, number(wanted)) if counted is None else CheckedLossSum(summed, counted)
 
     return SummedLoss(
         name=name,
         loss=loss,
         items=lambda batch: number(find(batch)[:, 1:] if shift else find(batch)),
+        items_of_each=number_of_each,
         forward_positions=lambda batch: find(batch).numel(),
     )
+
+
+def _are_few_and_alike(found: Sequence[Tensor]) -> bool:
+    """Whether labels of several micro-batches are soonest counted as one tensor: few, on the host."""
+    kinds = {(wanted.shape, wanted.is_cpu) for wanted in found}
+    return len(kinds) == 1 and found[0].is_cpu and len(found) * found[0].numel() <= _FEW_LABELS
+
+
+def _counted_by_kernel(summed: Tensor) -> Tensor | None:
+    """The targets that cross-entropy's kernel counted as it summed; ``None`` where it tells nobody.
+
+    It keeps the number for its backward. Without a graph there is none; and where a hook keeps what a
+    graph saves, as under activation checkpointing, to ask for it would run the forward again.
+    """
+    saved: Any = getattr(summed.grad_fn, "_raw_saved_total_weight", None)
+    return saved.data if saved is not None and saved.unpack_hook is None else None
 
 
 def _elementwise(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wholebatch.errors import ObjectiveError, WindowUsageError
 from wholebatch.gradients import read_scalars
-from wholebatch.objective import Number, Objective
+from wholebatch.objective import Number, Objective, SummedLoss
 from wholebatch.order import format_digest, sample_digest
 from wholebatch.ranks.agreement import same_everywhere
 
@@ -157,8 +157,7 @@ def tally(
         WindowUsageError: sample ids that are not one for each sample.
     """
     terms = list(objective.coefficients)
-    counts = counted if counted is not None else [objective.count(batch) for batch in batches]
-    flat = [count[term] for count in counts for term in terms]
+    flat = _items(batches, objective, terms) if counted is None else [c[t] for c in counted for t in terms]
     known = read_scalars([0.0 if number is None else number for number in flat])
     for place, number in enumerate(known):
         if not 0.0 <= number < float("inf"):
@@ -180,6 +179,15 @@ def tally(
         needs_reset=needs_reset,
         samples_left_out=samples_left_out,
     )
+
+
+def _items(batches: Sequence[Any], objective: Objective, terms: Sequence[str]) -> list[Number | None]:
+    """The items of each micro-batch and term, one micro-batch after another."""
+    # a class derived from it may count in a way of its own
+    if type(objective) is SummedLoss and objective.items_of_each is not None:
+        return list(objective.items_of_each(batches))
+    counts = [objective.count(batch) for batch in batches]
+    return [count[term] for count in counts for term in terms]
 
 
 def _digest(batches: Sequence[Any], sample_ids: Iterable[int] | None, samples: int) -> int | None:

@@ -112,15 +112,18 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens-per-micro-batch", type=int, default=2048, help="the budget (2048)")
     parser.add_argument("--width", type=int, default=128, help="of the built-in GPT (128)")
     parser.add_argument("--layers", type=int, default=2, help="of the built-in GPT (2)")
+    parser.add_argument("--heads", type=int, default=4, help="of the built-in GPT (4)")
     parser.add_argument("--ranks", type=int, default=1, help="processes, each one replica")
     parser.add_argument("--rounds", type=int, default=5, help="updates of each loop that are timed (5)")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time")
     parser.add_argument("--without-peers", action="store_true", help="only plain PyTorch and Wholebatch")
     options = parser.parse_args(arguments)
-    for name in ("ranks", "rounds", "layers", "width", "global_batch"):
+    for name in ("ranks", "rounds", "layers", "width", "heads", "global_batch"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give 1 or more")
+    if options.width % options.heads:
+        parser.error(f"--heads {options.heads} does not divide --width {options.width}")
     together = MICRO_BATCH_SAMPLES * options.ranks
     if options.global_batch % together:
         parser.error(
@@ -142,6 +145,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         global_batch_samples=options.global_batch,
         width=options.width,
         layers=options.layers,
+        heads=options.heads,
     )
     entries = contestants(source, options)
     results = race(
@@ -218,7 +222,7 @@ def _print(rows: list[Row], options: argparse.Namespace) -> None:
     console = Console(width=_WIDTH, highlight=False)
     console.print(
         f"\n{'un' if options.uncapped else ''}capped lengths, {options.global_batch} samples an update, "
-        f"D={options.ranks}, width {options.width}, {options.layers} layers, "
+        f"D={options.ranks}, width {options.width}, {options.layers} layers, {options.heads} heads, "
         f"{options.tokens_per_micro_batch} tokens a micro-batch where a budget cuts, {MICRO_BATCH_SAMPLES} "
         f"samples elsewhere; {options.rounds} rounds, {options.clock} time",
         soft_wrap=True,

@@ -68,7 +68,9 @@ class Ragged:
         return dict(self.data.collate([self.data.train[index] for index in ids], ids, 0))
 
 
-def ragged(*, capped: bool, global_batch_samples: int, width: int, layers: int) -> Ragged:
+def ragged(
+    *, capped: bool, global_batch_samples: int, width: int = 128, layers: int = 2, heads: int = 4
+) -> Ragged:
     """The embedded topic paragraphs, their ends dropped where they are longer than the cap."""
     cap = CAPPED_TOKENS if capped else UNCAPPED_TOKENS
     settings = DataConfig(source="pydoc", max_tokens_per_sample=cap, too_long="truncate")
@@ -76,7 +78,7 @@ def ragged(*, capped: bool, global_batch_samples: int, width: int, layers: int) 
     lengths: NDArray[np.int64] = data.train.lengths  # type: ignore[attr-defined]  # TokenSamples
     assert data.vocabulary is not None
     shape = GPTShape(
-        vocabulary=data.vocabulary, max_tokens=int(lengths.max()), layers=layers, width=width, heads=4
+        vocabulary=data.vocabulary, max_tokens=int(lengths.max()), layers=layers, width=width, heads=heads
     )
     work = Work(
         name="capped" if capped else "uncapped",

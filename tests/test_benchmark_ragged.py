@@ -194,6 +194,7 @@ def test_peak_memory_is_seen_on_the_thread_that_enters_it():
             "--global-batch 20: fixed micro-batches need a multiple of 8 samples x 1",
         ),
         (["--global-batch", "8", "--ranks", "2"], "8 samples x 2 ranks = 16"),
+        (["--heads", "3"], "--heads 3 does not divide --width 128"),
         (["--rounds", "0"], "--rounds 0: give 1 or more"),
         (["--capped", "--uncapped"], "not allowed with"),
         (["--tokens-per-micro-batch", "100"], "--tokens-per-micro-batch 100: give at least 512"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from loading_data import Ragged, windows
+from loading_data import Drawing, Ragged, windows
 from wholebatch.errors import UsageError
 from wholebatch.loading import WindowLoader, pad_collate
 from wholebatch.loading.batches import pinned
@@ -74,17 +74,103 @@ def test_short_dtypes_are_kept() -> None:
 @pytest.mark.parametrize(
     ("samples", "words"),
     [
-        ([ONE, (1, 2)], "sample 12 is a tuple, and pad_collate needs dicts"),
-        ([{"a": 1}, {"b": 1}], r"sample 11 has the entries \['a'\] and sample 12 has \['b'\]"),
-        ([{"a": 1}, {"a": "text"}], "'a' of sample 12 is a str, of which pad_collate can make no tensor"),
-        ([{"a": [1]}, {"a": 1}], "'a' has 1 dimensions in sample 11 and 0 in sample 12"),
-        ([{"a": torch.ones(2, 2)}] * 2, "'a' has 2 dimensions in sample 11 and 2 in sample 11"),
-        ([{"a": [1]}, {"a": [1.5]}], "'a' is torch.int64 in sample 11 and torch.float32 in sample 12"),
+        ([ONE, (1, 2)], "sample 12 is a tuple, and padding by name needs dicts"),
+        ([{"a": 1}, {"b": 1}], r"sample 12 has the entries \['b'\] and sample 11 has \['a'\]"),
+        ([{"a": 1}, {"a": "text"}], "'a' is one str in sample 12 and int64 of 0 dimensions in sample 11"),
+        ([{"a": ["x"]}] * 2, "'a' of sample 11 is a list, of which no tensor can be made"),
+        ([{"a": np.array(["x"])}] * 2, "'a' of sample 11 is a ndarray, of which no tensor can be made"),
+        ([{"a": [1]}, {"a": 1}], "'a' is int64 of 0 dimensions in sample 12 and int64 of 1 dimension in"),
+        (
+            [{"a": torch.ones(2, 2)}, {"a": torch.ones(3, 2)}],
+            "'a' of 2 samples can't be stacked .* one shape",
+        ),
+        ([{"a": None}] * 2, "'a' of 2 samples can't be stacked .*NoneType"),
+        (
+            [{"a": [1]}, {"a": [1.5]}],
+            "'a' is float32 of 1 dimension in sample 12 and int64 of 1 dimension in",
+        ),
     ],
 )
 def test_what_can_not_be_padded_is_named(samples: list[Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         pad_collate()(samples, [11, 12])
+
+
+def test_tensors_of_more_dimensions_are_stacked_and_texts_listed() -> None:
+    batch = pad_collate()([{"x": torch.ones(2, 3), "t": "a", "in": {"y": 1}}] * 2)
+    assert batch["x"].shape == (2, 2, 3)
+    assert (batch["t"], batch["in"]["y"].tolist()) == (["a", "a"], [1, 1])
+
+
+# every sample is like one ----------------------------------------------------------------------------
+
+LONG, SHORT = {"y": torch.ones(2, dtype=torch.float64)}, {"y": torch.ones(1)}
+ALTERNATING = [LONG, SHORT, LONG, SHORT]
+SINGLE = plan_batch(global_batch_samples=4, micro_batch_samples=1)
+
+
+@pytest.mark.parametrize("samples", [[SHORT], [SHORT, LONG], [LONG, SHORT]])
+def test_a_sample_of_another_kind_is_refused_also_alone(samples: list[Any]) -> None:
+    with pytest.raises(
+        UsageError, match=r"'y' is float32 of 1 dimension in sample . and float64 of 1 .* like="
+    ):
+        pad_collate(like=LONG)(samples)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_compares_every_sample_with_the_first(workers: int) -> None:
+    """Two workers at m = 1 each see one dtype alone."""
+    made = WindowLoader(ALTERNATING, plan=SINGLE, collate=pad_collate(), shuffle=False, workers=workers)
+    with pytest.raises(
+        UsageError, match=r"'y' is float32 of 1 .* in sample 1 and float64 of 1 .* in sample 0,"
+    ):
+        windows(made)
+    later = WindowLoader(
+        [LONG, *[SHORT] * 7], plan=SINGLE, collate=pad_collate(), shuffle=False, position=4
+    )
+    with pytest.raises(UsageError, match=r"float32 of 1 dimension in sample 4 and float64 .* in sample 0,"):
+        windows(later)
+    stream = WindowLoader(iter(ALTERNATING), plan=SINGLE, collate=pad_collate(), workers=workers // 2)
+    with pytest.raises(UsageError, match=r"float32 of 1 dimension in sample 1 and float64 .* in sample 0,"):
+        windows(stream)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_first_sample_may_be_one_that_can_not_be_read(workers: int) -> None:
+    class First(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 0:
+                raise UsageError("zero is gone")
+            return super().__getitem__(index)
+
+    def made(**more: Any) -> WindowLoader:
+        samples = First([*ALTERNATING, *[LONG] * 4])
+        return WindowLoader(
+            samples, plan=SINGLE, collate=pad_collate(), shuffle=False, workers=workers, **more
+        )
+
+    with pytest.raises(UsageError, match=r"float64 of 1 dimension in sample 4 and float32 .* in sample 1,"):
+        windows(made(position=4, on_bad_sample="skip"))
+    with pytest.raises(UsageError, match="zero is gone"):
+        windows(made(position=4))
+
+
+def test_a_first_sample_with_an_empty_list_decides_nothing() -> None:
+    made = WindowLoader([{"y": []}, {"y": [1]}] * 2, plan=SINGLE, collate=pad_collate())
+    with pytest.raises(UsageError, match="'y' of sample 0 is an empty list, which does not say"):
+        windows(made)
+    given = pad_collate(like={"y": [1.5]})
+    made = WindowLoader([{"y": []}, {"y": [2.0]}] * 2, plan=SINGLE, collate=given, shuffle=False)
+    assert [batch["y"].dtype for window in made for batch in window] == [torch.float32] * 4
+
+
+def test_reading_the_first_sample_leaves_what_is_drawn_alone() -> None:
+    def drawn(position: int) -> list[Any]:
+        samples = Drawing(8)
+        made = WindowLoader(samples, plan=SINGLE, collate=pad_collate(), shuffle=False, position=position)
+        return [batch["drawn"] for window in windows(made) for batch in window[0]]
+
+    assert drawn(4) == drawn(0)[4:]
 
 
 def test_padding_that_would_become_a_label_is_refused() -> None:

@@ -15,8 +15,9 @@ from wholebatch.errors import UsageError
 from wholebatch.item_order import ItemOrder
 from wholebatch.layout import whole_number
 from wholebatch.loading.lengths import CutShort, PackAlone, checked_numbers, refuse_too_long
+from wholebatch.loading.padding import PadCollate, PadLikeFirst
 from wholebatch.loading.parts import Parts, share_of
-from wholebatch.loading.reading import Collate, MapReader
+from wholebatch.loading.reading import Collate, MapReader, Samples
 from wholebatch.loading.sources import MapSource, StreamSource
 from wholebatch.loading.stream import Share
 from wholebatch.order import Order, SampleOrder
@@ -30,7 +31,7 @@ class Arguments:
 
     dataset: Any
     plan: AnyPlan
-    collate: Collate
+    collate: Callable[..., Any] | None
     replica: int
     lengths: Numbers | None
     items: Numbers | None
@@ -121,7 +122,7 @@ def _map_source(given: Arguments) -> MapSource:
         ),
         reader=MapReader(
             samples=samples,
-            collate=given.collate,
+            collate=as_collate(given.collate, samples, seed=given.seed, skips=given.skips),
             seed=given.seed,
             skips=given.skips,
             cut=cut,
@@ -170,7 +171,7 @@ def _stream_source(given: Arguments) -> StreamSource:
         dataset=given.dataset,
         plan=plan,
         replica=given.replica,
-        collate=given.collate,
+        collate=as_collate(given.collate, None, seed=given.seed, skips=False),
         share=_share(given),
         seed=given.seed,
         workers=given.workers,
@@ -271,9 +272,21 @@ class _Named:
         return self.collate(list(samples), **named)
 
 
-def as_collate(collate: Callable[..., Any] | None) -> Collate:
-    """The user's collation, by default torch's, in the one form that a reader calls."""
+def as_collate(
+    collate: Callable[..., Any] | None, samples: Samples | None, *, seed: int, skips: bool
+) -> Collate:
+    """The user's collation, by default torch's, in the one form that a reader calls.
+
+    Args:
+        collate: of the user's own; None for torch's.
+        samples, seed, skips: for padding that compares all samples with the first; see `PadLikeFirst`.
+
+    Raises:
+        UsageError: it is no function.
+    """
     given = default_collate if collate is None else collate
+    if isinstance(given, PadCollate) and given.like is None:
+        return PadLikeFirst(given, samples, seed=seed, skips=skips)
     if not callable(given):
         raise UsageError(f"collate is a {type(given).__name__}; give a function of a list of samples")
     try:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from wholebatch.budget import AnyPlan
 from wholebatch.errors import UsageError
 from wholebatch.layout import one_of, whole_number
-from wholebatch.loading.arguments import Arguments, as_collate, cut_short_of, replica_of, source_of
+from wholebatch.loading.arguments import Arguments, cut_short_of, replica_of, source_of
 from wholebatch.loading.batches import WindowBatches, check_pinning, pinned
 from wholebatch.loading.sources import MapSource, StreamSource
 from wholebatch.order import Order
@@ -88,7 +88,7 @@ class WindowLoader:
         given = Arguments(
             dataset=dataset,
             plan=plan,
-            collate=as_collate(collate),
+            collate=collate,
             replica=replica_of(plan, replica),
             lengths=lengths,
             items=items,

@@ -14,6 +14,7 @@ from wholebatch.layout import whole_number
 from wholebatch.loading.ahead import made_in_order
 from wholebatch.loading.batches import WindowBatches
 from wholebatch.loading.lengths import PackAlone
+from wholebatch.loading.padding import PadLikeFirst
 from wholebatch.loading.parts import Parts
 from wholebatch.loading.reading import Chosen, Collate, MapReader, collated
 from wholebatch.loading.stream import (
@@ -208,6 +209,8 @@ class StreamSource:
             (arrival_id(first + number, replicas, self.replica), arrival.sample)
             for number, arrival in enumerate(window)
         ]
+        if isinstance(self.collate, PadLikeFirst):
+            self.collate.see(*chosen[0])
         with random_state_kept(host_alone=True):
             groups = [group for group in self._cut(chosen) if group]
             batches = [collated(None, self.collate, group, epoch=0, seed=self.seed) for group in groups]

@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from wholebatch.errors import UsageError
-from wholebatch.report.words import number_of
+from wholebatch.loading.padding import PadCollate
 from wholebatch.split import num_samples
 from wholebatch.targets import check_options, find_target, guarded
 from wholebatch.train.data.own_rows import OwnRows, own_rows
 from wholebatch.train.data.rows import is_held_out
-from wholebatch.train.material import IGNORED_LABEL, Batch, JobData, Samples
+from wholebatch.train.material import Batch, JobData, Samples
 from wholebatch.train.settings import TrainConfig
-from wholebatch.whereabouts import told
 
 _WHAT = "a function that returns a data set and its objective"
 _NEEDED = ("train", "objective")
@@ -50,11 +49,9 @@ class OwnCollation:
     def __call__(self, samples: Sequence[Any], ids: Sequence[int], epoch: int) -> Batch:  # noqa: ARG002
         """A micro-batch of the chosen samples.
 
-        Without a collate of the user's own, one-dimensional entries of samples that are dicts are padded to
-        the longest: ``labels`` with -100, ``input_ids`` with the padding id, all others with 0; an
-        ``attention_mask`` is added beside ``input_ids`` where there is none. Everything else is stacked.
-        Every sample has to have the keys, dtypes and dimensions of sample 0: torch would give a micro-batch
-        the dtype of the sample that comes first in it, and the update would depend on the split.
+        Without a collate of the user's own, samples that are dicts are padded by `PadCollate`, with
+        ``input_ids`` filled with the padding id, and an ``attention_mask`` added beside them where there is
+        none. Every sample has to have the keys, dtypes and dimensions of sample 0.
 
         Args:
             samples: chosen ones; none for a micro-batch without samples.
@@ -71,10 +68,7 @@ class OwnCollation:
         Exactness: padding supervises nothing, and the dtypes do not depend on the split.
         """
         chosen = list(samples) or [self.first]
-        if self.collate is None:
-            made = _stacked(chosen, ids, self.padding_id, like=self.first)
-        else:
-            made = self.collate(chosen)
+        made = self._padded(chosen, ids) if self.collate is None else self.collate(chosen)
         if not isinstance(made, Mapping):
             raise UsageError(
                 f"data.source: a micro-batch is a {type(made).__name__}, and has to be a dict of tensors; "
@@ -92,6 +86,18 @@ class OwnCollation:
             batch = {name: value[:0] if _has_samples(value) else value for name, value in batch.items()}
         batch["sample_ids"] = torch.tensor(ids, dtype=torch.int64)
         return batch
+
+    def _padded(self, chosen: list[Any], ids: Sequence[int]) -> Any:
+        first = self.first
+        if not isinstance(first, Mapping):
+            return default_collate(chosen)
+        tokens = first.get("input_ids")
+        return PadCollate(
+            attention_mask=tokens is not None and np.ndim(tokens) == 1 and "attention_mask" not in first,
+            fill_values={"input_ids": self.padding_id},
+            like=first,
+            like_told="sample 0 to train on",
+        )(chosen, ids or None)
 
     def _refuse_strange_ids(self, batch: Mapping[str, Any], ids: Sequence[int]) -> None:
         """Before an embedding fails on one without saying which."""
@@ -306,87 +312,3 @@ def _sides(parts: Mapping[str, Any], config: TrainConfig) -> tuple[Samples, Samp
 
 def _has_samples(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0)
-
-
-def _stacked(samples: list[Any], ids: Sequence[int], padding_id: int, *, like: Any) -> Any:
-    """The default collation; every sample has to be of the form of ``like``."""
-    if not isinstance(like, Mapping):
-        return default_collate(samples)
-    for index, sample in enumerate(samples):
-        if not isinstance(sample, Mapping) or set(sample) != set(like):
-            other = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
-            raise UsageError(
-                f"data.source: {_named(ids, index)} and sample 0 to train on have different keys, {other} "
-                f"and {sorted(map(str, like))}; give all the same, or a collate"
-            )
-    batch: dict[str, Any] = {}
-    for key in like:
-        wanted = _tensor(like[key])
-        values = [_tensor(sample[key], like=wanted) for sample in samples]
-        _refuse_mixed(values, wanted, key, ids)
-        if isinstance(wanted, Tensor) and wanted.ndim == 1:
-            filler = {"labels": IGNORED_LABEL, "input_ids": padding_id}.get(key, 0)
-            batch[key] = torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=filler)
-        else:
-            batch[key] = _collated(values, key, ids)
-    inputs = batch.get("input_ids")
-    if isinstance(inputs, Tensor) and inputs.ndim == 2 and "attention_mask" not in batch:
-        lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
-        batch["attention_mask"] = (torch.arange(inputs.shape[1]) < lengths[:, None]).long()
-    return batch
-
-
-def _named(ids: Sequence[int], index: int) -> str:
-    return f"sample {ids[index]}" if ids else "a sample"
-
-
-def _tensor(value: Any, *, like: Any = None) -> Any:
-    """Lists of numbers as tensors, so that they are padded too; an empty one has the dtype of ``like``."""
-    if isinstance(value, list) and not value and isinstance(like, Tensor):
-        return like.new_empty(0)
-    if isinstance(value, list) and value and all(isinstance(part, int | float) for part in value):
-        return torch.tensor(value)
-    return torch.from_numpy(value) if type(value).__name__ == "ndarray" else value
-
-
-def _refuse_mixed(values: Sequence[Any], wanted: Any, key: str, ids: Sequence[int]) -> None:
-    """Refuse what would take its dtype from whatever sample stands first in a micro-batch."""
-    kind = _kind(wanted)
-    if kind == _EMPTY:
-        raise UsageError(
-            f"data.source: {key!r} of sample 0 to train on is an empty list, which does not say whether it "
-            f"holds whole numbers; give a tensor of a dtype, or a collate"
-        )
-    for index, value in enumerate(values):
-        if (other := _kind(value)) != kind:
-            raise UsageError(
-                f"data.source: {key!r} is {other} in {_named(ids, index)} and {kind} in sample 0 to train "
-                f"on, and the dtype of a micro-batch may not depend on which samples are in it; write the "
-                f"numbers alike, such as 1.0 for 1, give tensors of one dtype, or give a collate"
-            )
-
-
-_EMPTY = "an empty list"
-
-
-def _kind(value: Any) -> str:
-    """What collation makes of a value, in words: dtype and dimensions, or the types."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} of {number_of(value.ndim, 'dimension')}"
-    if isinstance(value, list) and not value:
-        return _EMPTY
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_kind(_tensor(part)) for part in value)}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_kind(_tensor(part))}' for key, part in value.items())}}}"
-    return f"one {type(value).__name__}"
-
-
-def _collated(values: list[Any], key: str, ids: Sequence[int]) -> Any:
-    try:
-        return default_collate(values)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(
-            f"data.source: {key!r} of samples {list(ids)} can't be stacked ({told(error)}); give them one "
-            f"shape, or give a collate"
-        ) from error

@@ -84,6 +84,50 @@ def test_a_normal_number_that_numpy_keeps_for_the_next_call_is_put_back() -> Non
         assert first != np.random.randn(3).tolist()
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_state_of_python_is_read_as_python_has_it_whatever_moves_it(seed: int) -> None:
+    with random_state_kept():
+        chosen = random.Random(seed)
+        other = random.Random(seed)
+        other.gauss(0, 1)  # keeps a second number for the next call
+        moves: list[Callable[[], Any]] = [
+            lambda: random.gauss(0, 1),
+            lambda: random.gauss(0, 1),
+            lambda: [random.random() for _ in range(chosen.randrange(700))],
+            lambda: random.seed(seed),
+            lambda: random.setstate(other.getstate()),
+            lambda: None,
+        ]
+        for _ in range(60):
+            chosen.choice(moves)()
+            assert RandomState.capture().python == random.getstate()
+
+
+def test_the_state_of_python_is_read_out_anew_only_where_it_has_moved() -> None:
+    with random_state_kept():
+        random.gauss(0, 1)  # draws two and keeps one
+        state = RandomState.capture().python
+        assert RandomState.capture().python is state
+        random.gauss(0, 1)  # takes that one, without a draw
+        assert RandomState.capture().python == random.getstate() != state
+        random.random()
+        assert RandomState.capture().python == random.getstate()
+
+
+def test_where_the_memory_of_python_s_generator_is_otherwise_its_state_is_read_every_time() -> None:
+    with random_state_kept():
+        RandomState.capture()
+        with mock.patch("wholebatch.replay.ctypes.string_at", return_value=bytes(2500)):
+            states = [RandomState.capture().python, RandomState.capture().python]
+            assert states[0] is not states[1]
+            random.random()
+            assert RandomState.capture().python == random.getstate() != states[0]
+        with mock.patch.object(random, "getstate", wraps=random.getstate) as read_out:
+            RandomState.capture()
+            RandomState.capture()
+            assert read_out.call_count == 2, "a function of somebody else's is asked"
+
+
 def test_another_generator_of_numpy_is_read_out_every_time() -> None:
     found = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class RandomState:
         """
         there = not host_alone and torch.accelerator.is_available()
         return cls(
-            python=random.getstate(),
+            python=_PYTHON.read(),
             numpy=_NUMPY.read(),
             host=torch.get_rng_state(),
             accelerator=_accelerator().get_rng_state() if there else None,
@@ -88,8 +89,43 @@ class _NumpyState:
         return address, ctypes.string_at(address, _MT19937_BYTES)
 
 
+class _PythonState:
+    """The state of Python's own generator, read out anew only where it has moved, as numpy's.
+
+    Source: CPython's ``_randommodule.c``, where a generator is an object's head, its place and its key.
+    That is compared with ``getstate`` at every reading; where it is otherwise, every call reads anew.
+    """
+
+    def __init__(self) -> None:
+        self._memory: tuple[int, bytes] | None = None
+        self._state: tuple[Any, ...] = ()
+
+    def read(self) -> tuple[Any, ...]:
+        generator: Any = getattr(random.getstate, "__self__", None)
+        memory = self._look(generator)
+        if memory is None:
+            return random.getstate()
+        if memory != self._memory or generator.gauss_next != self._state[2]:
+            self._state = random.getstate()
+            *key, place = self._state[1]
+            self._memory = memory if memory[1] == array("I", [place, *key]).tobytes() else None
+        return self._state
+
+    def _look(self, generator: Any) -> tuple[int, bytes] | None:
+        if type(generator) is not random.Random or not _IS_LAID_OUT:
+            return None
+        address = id(generator) + object.__basicsize__
+        return address, ctypes.string_at(address, _MT19937_BYTES)
+
+
 _MT19937_BYTES = 624 * 4 + 4
+# Whether the memory that is looked at belongs to the generator at all.
+_IS_LAID_OUT = (
+    sys.implementation.name == "cpython"
+    and random.Random.__basicsize__ >= object.__basicsize__ + _MT19937_BYTES
+)
 _NUMPY = _NumpyState()
+_PYTHON = _PythonState()
 
 
 def _accelerator() -> Any:

@@ -228,7 +228,7 @@ def _cross_entropy(
         if class_weights is None and _are_few_and_alike(found):
             together = torch.stack(found) != ignore_index
             counts = together[:, :, 1:] if shift else together
-            return cast(list[Number], counts.reshape(len(found), -1).sum(1).tolist())
+            return cast(list[Number], counts.sum(tuple(range(1, counts.ndim))).tolist())
         return [number(wanted[:, 1:] if shift else wanted) for wanted in found]
 
     def loss(output: Any, batch: Any) -> tuple[Tensor, Number]:
@@ -272,7 +272,9 @@ def _cross_entropy(
 def _are_few_and_alike(found: Sequence[Tensor]) -> bool:
     """Whether labels of several micro-batches are soonest counted as one tensor: few, on the host."""
     kinds = {(wanted.shape, wanted.is_cpu) for wanted in found}
-    return len(kinds) == 1 and found[0].is_cpu and len(found) * found[0].numel() <= _FEW_LABELS
+    if len(kinds) != 1 or not found[0].is_cpu or found[0].ndim == 0:
+        return False
+    return len(found) * found[0].numel() <= _FEW_LABELS
 
 
 def _counted_by_kernel(summed: Tensor) -> Tensor | None:

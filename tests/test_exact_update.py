@@ -193,3 +193,15 @@ def sum_to_the_end(rank: int, n: int) -> float:
 def test_the_figure_of_three_micro_batches_on_two_ranks() -> None:
     """5.5 is right; reducing the first micro-batch instead of the last gives 4.0 and 7.0."""
     assert run_ranks(sum_to_the_end, 2) == pytest.approx([5.5, 5.5])
+
+
+def test_a_loss_of_another_dtype_has_its_share_in_its_own() -> None:
+    layer = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    start = layer.weight.item()
+    objective = counted_loss(lambda given, _: given, count=lambda batch: 1 + int(batch))
+    window = UpdateWindow(layer, torch.optim.SGD(layer.parameters(), lr=1.0), objective)
+    with window.update([torch.zeros(1, 1), torch.ones(1, 1)]) as update:
+        for number, batch in enumerate(update):
+            loss_sum = layer(batch.double()).sum()
+            update.backward((loss_sum.float() if number == 0 else loss_sum, 1 + number))
+    assert layer.weight.item() == pytest.approx(start - 1 / 3, abs=1e-14)

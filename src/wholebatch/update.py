@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -56,6 +57,7 @@ from wholebatch.result import (
 from wholebatch.snapshot import GRADIENTS_CHANGED, Snapshot
 from wholebatch.tally import GlobalTally, fingerprint, tally
 
+_KIND = attrgetter("dtype", "shape", "device")
 _COUNTERS = tuple(one.name for one in fields(Counters))
 
 
@@ -113,7 +115,7 @@ class Update:
         self._pending: PendingExchange | None = None
         self._tally: GlobalTally | None = None
         self._shares: dict[str, float] = {}  # what each term's summed loss counts for
-        self._seeds: dict[str, Tensor] = {}  # the same as tensors, times the loss scale
+        self._seeds: dict[str, tuple[Any, Tensor]] = {}  # the same as tensors, times the loss scale
         self._entered = False
         self._agreed = False  # every rank knows how this update ended
         self._irrevocable = False
@@ -365,16 +367,11 @@ class Update:
 
     def _seed(self, term: str, loss_sum: Tensor) -> Tensor:
         """The gradient of the update with respect to a term's summed loss, times the loss scale."""
-        seed = self._seeds.get(term)
-        if (
-            seed is None
-            or seed.dtype != loss_sum.dtype
-            or seed.shape != loss_sum.shape
-            or seed.device != loss_sum.device
-        ):
+        kind, made = _KIND(loss_sum), self._seeds.get(term)
+        if made is None or made[0] != kind:
             share = torch.full_like(loss_sum, self._shares[term], requires_grad=False)
-            seed = self._seeds[term] = self._window.finish.scaled(share).to(loss_sum.dtype)
-        return seed
+            made = self._seeds[term] = kind, self._window.finish.scaled(share).to(loss_sum.dtype)
+        return made[1]
 
     def _refuse_missing_graph(self, by_term: Mapping[str, LossSum]) -> None:
         """Refuse a loss without a graph to run; none is needed where there is no item to learn from."""
@@ -482,7 +479,11 @@ class Update:
                         f"objective counted {wanted:g} ahead of the forward; count what is summed (shifted "
                         f"labels, ignored labels, class weights). Everything was rolled back"
                     )
-        if not gradients_of(window.finish.parameters) and any(sum(row) for row in result.items):
+        if (
+            result.norm == 0.0
+            and any(map(sum, result.items))
+            and not gradients_of(window.finish.parameters)
+        ):
             return UpdateError(
                 f"rank {window.ranks.rank}: no parameter of the optimizer received a gradient; is the "
                 f"optimizer built from the parameters of this model?"

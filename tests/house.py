@@ -47,6 +47,7 @@ FLOORS = {
     "ranks": 3,
     # the update
     "window": 4,
+    "drawing": 4,
     "finish": 4,
     "update": 4,
     "result": 4,

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 import wholebatch as wb
 from ranks import run_ranks
 from wholebatch.budget import BudgetPlan, plan_token_budget
-from wholebatch.errors import WindowUsageError
+from wholebatch.errors import WholebatchError, WindowUsageError
 from wholebatch.loading import WindowLoader, pad_collate
 from wholebatch.record import UpdateRecord
 
@@ -112,3 +112,98 @@ def test_items_bound_no_samples() -> None:
     tokens = torch.ones(5, 3, dtype=torch.int64)
     record = run_one(window, [{"input_ids": tokens, "labels": tokens}] * 7)
     assert (record.samples, record.partial) == (35, False)
+
+
+# What the ranks' loaders must have in common
+
+
+def drawn_alike(rank: int, ranks: int, slip: dict[str, Any], lengths: Any) -> int:
+    """Samples that a rank trained on, where rank 1 gives its loader something else."""
+    plan = budget(ranks, 40)
+    window = a_window(plan, wrapped=True)
+    given = {"plan": plan, "replica": rank, "seed": 3, "num_epochs": 1} | (slip if rank else {})
+    loader = WindowLoader(Rows(range(0)), collate=pad_collate(), lengths=lengths, **given)
+    return sum(run_one(window, batches).samples for batches in window.batches(loader))
+
+
+def length_of(sample: dict[str, Tensor]) -> int:
+    return len(sample["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("slip", "words"),
+    [
+        ({"replica": 0}, "do not each have a replica of their own; this one has replica=0"),
+        ({"seed": 1}, "the loaders of the ranks stand at different places or have different settings"),
+        ({"shuffle": False}, "stand at different places or have different settings"),
+        ({"position": 4}, "stand at different places or have different settings"),
+        ({"num_epochs": 2}, "stand at different places or have different settings"),
+    ],
+    ids=["replica", "seed", "shuffle", "position", "epochs"],
+)
+def test_loaders_that_differ_are_refused_on_every_rank(slip: dict[str, Any], words: str) -> None:
+    for outcome in run_ranks(drawn_alike, 2, slip, length_of, expect="outcomes"):
+        assert outcome[:2] == ("error", "WindowUsageError")
+        assert words in outcome[2]
+    assert run_ranks(drawn_alike, 2, {}, length_of) == [12, 12]
+
+
+def one_at_its_end(rank: int, ranks: int) -> str:
+    plan = budget(ranks, 40)
+    window = a_window(plan, wrapped=True)
+    loader = WindowLoader(Rows(range(0)), plan=plan, collate=pad_collate(), lengths=LENGTHS, replica=rank)
+    if rank:
+        assert len(list(loader)) == 3
+    try:
+        next(window.batches(loader))
+    except WholebatchError as error:
+        return f"{type(error).__name__}: {error}"
+    return "drew"
+
+
+def test_a_loader_that_cannot_begin_is_told_to_the_others_at_once() -> None:
+    first, second = run_ranks(one_at_its_end, 2)
+    assert second.startswith("UsageError: this loader has come to the end")
+    assert first.startswith("OtherRankFailedError"), first
+
+
+def uneven(rank: int, ranks: int, sizes: list[int]) -> list[tuple[int, str | None]]:
+    plan = budget(ranks)
+    window = a_window(plan, wrapped=True)
+    rows = [Rows(range(0))[index] for index in range(sizes[rank])]
+    given = {"collate": pad_collate(), "lengths": length_of, "replica": rank}
+    loader = WindowLoader(lambda: iter(rows), plan=plan, **given)
+    found = []
+    for batches in window.batches(loader):
+        with window.update(batches, sample_ids=batches.sample_ids) as update:
+            for batch in update:
+                update.backward(wb.next_token_loss()(window.model(batch["input_ids"]), batch))
+        found.append((update.record.samples, update.record.sample_digest))
+    return found
+
+
+def test_ranks_whose_streams_end_at_different_times_go_on_with_ids() -> None:
+    first, second = run_ranks(uneven, 2, [5, 1])
+    assert first == second
+    assert [samples for samples, _ in first] == [3, 2, 1]
+    assert None not in [digest for _, digest in first]
+
+
+def test_a_loader_of_another_plan_is_refused_with_both() -> None:
+    window = a_window(budget())
+    loader = WindowLoader(Rows(range(0)), plan=budget(tokens=40), collate=pad_collate(), lengths=LENGTHS)
+    with pytest.raises(
+        WindowUsageError, match="tokens_per_micro_batch is 40 in the loader and 12 in the window; give both"
+    ):
+        next(window.batches(loader))
+
+
+def without_ids(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A collate that is given no ids, and leaves none in its batches."""
+    return pad_collate()(samples)
+
+
+def test_ids_of_a_loader_reach_the_record_without_being_handed_on() -> None:
+    window = a_window(budget())
+    loader = WindowLoader(Rows(range(0)), plan=budget(), collate=without_ids, lengths=LENGTHS)
+    assert all(run_one(window, batches).sample_digest for batches in window.batches(loader))

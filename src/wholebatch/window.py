@@ -28,8 +28,7 @@ reduces, and to agree on what came out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -38,6 +37,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from wholebatch.budget import AnyPlan
+from wholebatch.drawing import Drawn, Stand, draw, nothing_drawn, yields_windows
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
 from wholebatch.finish import DeclaredSchedule, Finish
 from wholebatch.objective import LossFunction, Objective, counted_loss
@@ -186,27 +186,32 @@ class UpdateWindow:
         Raises:
             WindowUsageError: the loader yields micro-batches, and no plan says how many make a window.
         """
-        parts, whole = self._parts, getattr(loader, "yields_windows", False)
+        parts, plan = self._parts, self.plan
         # A loader of whole windows sees to the tail itself.
-        drops = not whole and self.plan is not None and self.plan.tail == "drop"
-        full_samples = (self.plan.global_batch_samples or 0) if self.plan is not None else 0
-        draws = map(_Drawn, loader) if whole else self._cut(loader, drops)
+        drops = plan is not None and plan.tail == "drop" and not yields_windows(loader)
+        full_samples = plan.global_batch_samples or 0 if plan is not None else 0
+        draws: Iterator[Drawn] | None = None
         while True:
             if parts.poisoned:
                 raise PoisonedWindowError(parts.poisoned)
             try:
+                stand = Stand.of(loader)
+                draws = draws or draw(loader, plan, count_samples=parts.count_samples, drops_tail=drops)
                 drawn = next(draws, None)
             except BaseException:
                 parts.agreement.report_failure()
                 raise
-            window, samples, more = drawn or _Drawn([])
+            window, samples, more = drawn or nothing_drawn()
+            told = [float(drawn is not None), float(samples), float(more)]
             try:
-                ranks_with, held_samples, some_more = parts.agreement.exchange(
-                    [float(drawn is not None), float(samples), float(more)], doing="drawing micro-batches"
+                ranks_with, held_samples, some_more, *stands = parts.agreement.exchange(
+                    [*told, *(stand.numbers() if stand else ())], doing="drawing micro-batches"
                 ).wait()
             except PoisonedWindowError as error:
                 parts.poisoned = str(error)
                 raise
+            if stand is not None:
+                stand.refuse_others(stands, parts.ranks.num_replicas)
             if ranks_with == 0:
                 return
             # Only the end of the data is a tail; a short window before it is not dropped.
@@ -214,21 +219,6 @@ class UpdateWindow:
                 self.samples_dropped += round(held_samples)
                 return
             yield window
-
-    def _cut(self, loader: Iterable[Any], looks_ahead: bool) -> Iterator[_Drawn]:
-        """Windows of micro-batches, as far as this rank's loader goes; and whether more follow."""
-        if self.plan is None or self.plan.micro_batches_per_window is None:
-            raise WindowUsageError(
-                "window.batches needs to know how many micro-batches make a window; give the window "
-                "plan=wholebatch.plan_batch(...), draw from a WindowLoader, or pass lists of micro-batches "
-                "to window.update yourself"
-            )
-        source = iter(loader)
-        while drawn := list(islice(source, self.plan.micro_batches_per_window)):
-            ahead = list(islice(source, 1)) if looks_ahead else []
-            source = chain(ahead, source)
-            samples = sum(map(self._parts.count_samples, drawn)) if looks_ahead else 0
-            yield _Drawn(drawn, samples, len(ahead))
 
     def update(self, batches: Iterable[Any], *, sample_ids: Iterable[int] | None = None) -> Update:
         """One update over ``batches``: enter it, iterate it, call ``backward`` once in each turn.
@@ -298,14 +288,6 @@ class UpdateWindow:
         self.counters.load_state_dict(state["counters"])
         self.samples_dropped = state["samples_dropped"]
         self._parts.provisional_items = state["provisional_items"]
-
-
-class _Drawn(NamedTuple):
-    """A window of one rank; its samples, and whether more follow, where a tail is dropped."""
-
-    micro_batches: list[Any]
-    samples: int = 0
-    more: int = 0
 
 
 def _several(given: Any) -> tuple[Any, ...]:

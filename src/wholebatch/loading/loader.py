@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, Literal, get_args
 
 from wholebatch.budget import AnyPlan
@@ -49,6 +50,7 @@ class WindowLoader:
 
     Attributes:
         yields_windows: True, by which ``window.batches`` knows a loader of whole windows.
+        plan, replica: as given.
         samples_left_out: samples of this replica that were skipped so far.
 
     Raises:
@@ -100,6 +102,9 @@ class WindowLoader:
             cut_short=cut_short_of(plan, truncate),
             skips=on_bad_sample == "skip",
         )
+        self.plan = plan
+        self.replica = given.replica
+        self._num_epochs = num_epochs
         self._source: MapSource | StreamSource = source_of(given)
         self._place: Any = self._source.begin(position)
         self._pin_memory = pin_memory
@@ -112,6 +117,18 @@ class WindowLoader:
     def position(self) -> int:
         """Samples before the next window: over all replicas, or where it is a stream, of this replica."""
         return self._place if isinstance(self._place, int) else int(self._place.samples)
+
+    @property
+    def stand(self) -> str:
+        """What the loaders of all replicas must have in common before their next window, in words.
+
+        Of streams that is the plan alone: each has a position of its own.
+        """
+        if isinstance(self._source, StreamSource):
+            return f"a stream under {self.plan}"
+        order = self._source.parts.order
+        told = repr(order) if is_dataclass(order) else type(order).__name__
+        return f"position {self.position} of {told} under {self.plan}, num_epochs {self._num_epochs}"
 
     def __iter__(self) -> Iterator[WindowBatches]:
         """Begin where the loader stands; a loop that was left early is over."""

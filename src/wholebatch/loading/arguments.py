@@ -12,15 +12,14 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import UsageError
-from wholebatch.item_order import ItemOrder
 from wholebatch.layout import whole_number
 from wholebatch.loading.lengths import CutShort, PackAlone, checked_numbers, refuse_too_long
 from wholebatch.loading.padding import PadCollate, PadLikeFirst
-from wholebatch.loading.parts import Parts, share_of
+from wholebatch.loading.parts import Parts, order_of, share_of
 from wholebatch.loading.reading import Collate, MapReader, Samples
 from wholebatch.loading.sources import MapSource, StreamSource
 from wholebatch.loading.stream import Share
-from wholebatch.order import Order, SampleOrder
+from wholebatch.order import Order
 
 Numbers = Sequence[int] | Callable[[Any], int]
 
@@ -133,28 +132,11 @@ def _map_source(given: Arguments) -> MapSource:
 
 
 def _order(given: Arguments, num_samples: int) -> Order:
-    plan = given.plan
-    if isinstance(plan, BudgetPlan) and plan.global_batch_items is not None:
-        if given.items is None or callable(given.items):
-            raise UsageError(
-                f"global_batch_items={plan.global_batch_items} of a map-style data set needs items=, the "
-                f"items of each sample by its id, or an order= of your own"
-            )
-        return ItemOrder(
-            num_samples=num_samples,
-            global_batch_items=plan.global_batch_items,
-            items=checked_numbers("items", given.items, num_samples),
-            seed=given.seed,
-            shuffle=given.shuffle,
-        )
-    assert plan.global_batch_samples is not None
-    return SampleOrder(
-        num_samples=num_samples,
-        global_batch_samples=plan.global_batch_samples,
-        seed=given.seed,
-        shuffle=given.shuffle,
-        tail=plan.tail,
-    )
+    in_items = isinstance(given.plan, BudgetPlan) and given.plan.global_batch_items is not None
+    found = None
+    if in_items and given.items is not None and not callable(given.items):
+        found = checked_numbers("items", given.items, num_samples)
+    return order_of(given.plan, num_samples, items=found, seed=given.seed, shuffle=given.shuffle)
 
 
 # A stream -----------------------------------------------------------------------------------------
@@ -170,7 +152,6 @@ def _stream_source(given: Arguments) -> StreamSource:
     return StreamSource(
         dataset=given.dataset,
         plan=plan,
-        replica=given.replica,
         collate=as_collate(given.collate, None, seed=given.seed, skips=False),
         share=_share(given),
         seed=given.seed,
@@ -205,14 +186,14 @@ def _refuse_for_streams(given: Arguments) -> None:
 
 
 def _share(given: Arguments) -> Share:
-    plan, replicas = given.plan, given.plan.replicas
+    plan, share = given.plan, share_of(given.plan, given.replica)
     items = plan.global_batch_items if isinstance(plan, BudgetPlan) else None
     if items is None:
         assert plan.global_batch_samples is not None
-        return Share(num_samples=len(share_of(plan.global_batch_samples, replicas, given.replica)))
+        return Share(of=share, num_samples=len(share.places(0, plan.global_batch_samples)))
     if given.items is None or not callable(given.items):
         raise UsageError(f"global_batch_items={items} of a stream needs items(sample), a function")
-    return Share(num_items=len(share_of(items, replicas, given.replica)), items_of=given.items)
+    return Share(of=share, num_items=len(share.places(0, items)), items_of=given.items)
 
 
 # One argument by itself ---------------------------------------------------------------------------

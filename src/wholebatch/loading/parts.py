@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import UsageError
+from wholebatch.item_order import ItemOrder
 from wholebatch.loading.reading import Part, Samples
-from wholebatch.order import Order
+from wholebatch.order import Order, ReplicaShare, SampleOrder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +57,6 @@ class Parts:
                 yield Part((), epoch, position, after, True)
             position = after
 
-    def per_window(self, position: int) -> int:
-        """How many parts there are in the window at a position."""
-        return len(self._cuts(position))
-
     def _cuts(self, position: int) -> list[tuple[list[int], list[int]]]:
         """The ids of each part of the window, and those of them that are too long for it."""
         plan = self.plan
@@ -79,8 +76,8 @@ class Parts:
             return [(part, []) for part in parts]
         ids = self.order.global_batch(position)
         if self.lengths is None:
-            share = share_of(len(ids), plan.replicas, self.replica)
-            return [(ids[share.start : share.stop], [])] if len(share) else []
+            places = share_of(plan, self.replica).places(0, len(ids))
+            return [(ids[places.start : places.stop], [])] if places else []
         self._check_ids(ids, len(self.lengths))
         packing = plan.pack(self.lengths[ids].tolist())
         if plan.equal_micro_batches and not all(packing.replicas[self.replica]):
@@ -111,8 +108,50 @@ class Parts:
             )
 
 
-def share_of(num_samples: int, replicas: int, replica: int) -> range:
-    """One replica's neighbouring places in a global batch; the first ones hold one more where need be."""
-    share, extra = divmod(num_samples, replicas)
-    first = replica * share + min(replica, extra)
-    return range(first, first + share + (replica < extra))
+def share_of(plan: AnyPlan, replica: int) -> ReplicaShare:
+    """One replica's share of a global batch, however that is cut."""
+    return ReplicaShare(micro_batch_samples=1, replicas=plan.replicas, replica=replica)
+
+
+def order_of(
+    plan: AnyPlan,
+    num_samples: int,
+    *,
+    items: NDArray[np.integer[Any]] | None,
+    seed: int,
+    shuffle: bool = True,
+) -> SampleOrder | ItemOrder:
+    """The order of a data set, cut into the global batches of a plan.
+
+    Args:
+        plan: says how much a global batch is, and what becomes of the tail.
+        num_samples: of the data set.
+        items: of each sample, shape (samples,); needed where the plan's global batch is given in items.
+        seed: of the run.
+        shuffle: False keeps the samples in the order of their ids.
+
+    Raises:
+        UsageError: items bound a global batch, and nobody gave those of the samples.
+        PlanError: a sample has more items than an update may, or the plan leaves no update.
+    """
+    if not isinstance(plan, BudgetPlan) or plan.global_batch_items is None:
+        assert plan.global_batch_samples is not None
+        return SampleOrder(
+            num_samples=num_samples,
+            global_batch_samples=plan.global_batch_samples,
+            seed=seed,
+            shuffle=shuffle,
+            tail=plan.tail,
+        )
+    if items is None:
+        raise UsageError(
+            f"global_batch_items={plan.global_batch_items} of a map-style data set needs items=, the items "
+            f"of each sample by its id, or an order= of your own"
+        )
+    return ItemOrder(
+        num_samples=num_samples,
+        global_batch_items=plan.global_batch_items,
+        items=items,
+        seed=seed,
+        shuffle=shuffle,
+    )

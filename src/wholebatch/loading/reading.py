@@ -7,7 +7,7 @@ left as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -209,15 +209,6 @@ def naming(what: str) -> Iterator[None]:
 def draws_nothing(samples: Any) -> bool:
     """Whether a data set says that neither it nor its collation draws random numbers."""
     return bool(getattr(samples, "draws_nothing", False))
-
-
-def is_samples(dataset: Any) -> bool:
-    """Whether it is a map-style data set: a length, and samples by index."""
-    return (
-        hasattr(dataset, "__getitem__")
-        and hasattr(dataset, "__len__")
-        and not isinstance(dataset, str | bytes | Mapping)
-    )
 
 
 def _drawing(samples: Any) -> Any:

@@ -16,17 +16,8 @@ from wholebatch.loading.batches import WindowBatches
 from wholebatch.loading.lengths import PackAlone
 from wholebatch.loading.padding import PadLikeFirst
 from wholebatch.loading.parts import Parts
-from wholebatch.loading.reading import Chosen, Collate, MapReader, collated
-from wholebatch.loading.stream import (
-    Arrival,
-    Ask,
-    CopyState,
-    Cursor,
-    Share,
-    StreamReader,
-    arrival_id,
-    arrivals,
-)
+from wholebatch.loading.reading import Chosen, Collate, MapReader, Part, collated
+from wholebatch.loading.stream import Arrival, CopyState, Cursor, Share, StreamReader, arrivals
 from wholebatch.order import format_digest, sample_digest
 from wholebatch.replay import random_state_kept
 
@@ -53,21 +44,19 @@ class MapSource:
         self.parts.order.next_position(position)
         return position
 
-    def is_at_end(self, position: int) -> bool:
-        """Whether no window is left."""
-        last = self.parts.num_epochs
-        return last is not None and self.parts.order.epoch(position) >= last
-
     def check_begun(self, position: int) -> None:
         """Any position can be begun at again."""
 
     def windows(self, position: int) -> Generator[tuple[WindowBatches, int]]:
         """Windows, each with the position after it."""
+        parts = self.parts.begin_at(position)
+        # So many results for each worker that the next window is read while this one runs.
+        first = _first_window(parts) if self.workers else []
         made = made_in_order(
             self.reader,
-            self.parts.begin_at(position),
+            itertools.chain(first, parts),
             workers=self.workers,
-            ahead=self._ahead(position) if self.workers else 0,
+            ahead=max(2, -(-len(first) // max(1, self.workers))),
             seed=self.reader.seed + position,
         )
         with closing(made):
@@ -89,12 +78,6 @@ class MapSource:
                     )
                     batches, sample_ids, left_out = [], [], []
                     yield window, part.next_position
-
-    def _ahead(self, position: int) -> int:
-        """So many results for each worker that the next window is read while this one runs."""
-        return (
-            1 if self.is_at_end(position) else max(2, -(-self.parts.per_window(position) // self.workers))
-        )
 
     def save(self, position: int) -> dict[str, Any]:
         """Plain values that say where to go on, and with what."""
@@ -122,6 +105,16 @@ class MapSource:
         return position
 
 
+def _first_window(parts: Iterator[Part]) -> list[Part]:
+    """Take the parts up to the first that ends a window; none where there are no more."""
+    taken: list[Part] = []
+    for part in parts:
+        taken.append(part)
+        if part.ends_window:
+            break
+    return taken
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSource:
     """Windows of a stream, from where it was saved on.
@@ -129,7 +122,6 @@ class StreamSource:
     Args:
         dataset: an iterable, or a function without arguments that returns one.
         plan: how much of it makes a global batch, and how that is cut.
-        replica: which of the plan's replicas this is.
         collate: makes a micro-batch of chosen samples, in this process.
         share: how much of a global batch this replica takes.
         seed: of the run.
@@ -139,7 +131,6 @@ class StreamSource:
 
     dataset: Any
     plan: AnyPlan
-    replica: int
     collate: Collate
     share: Share
     seed: int
@@ -154,10 +145,6 @@ class StreamSource:
                 f"load_state_dict"
             )
         return Cursor(copies=(CopyState(),) * max(1, self.workers))
-
-    def is_at_end(self, cursor: Cursor) -> bool:
-        """Whether every copy has ended."""
-        return all(one.ended for one in cursor.copies)
 
     def check_begun(self, cursor: Cursor) -> None:
         """Refuse a place of a stream that was begun, where nobody can take back what was read of it.
@@ -175,17 +162,19 @@ class StreamSource:
 
     def windows(self, cursor: Cursor) -> Generator[tuple[WindowBatches, Cursor]]:
         """Windows, each with the place after it."""
-        reader = StreamReader(
-            self.dataset, cursor, seed=self.seed, replica=self.replica, replicas=self.plan.replicas
-        )
+        reader = StreamReader(self.dataset, cursor, seed=self.seed, share=self.share)
         in_share = self.share.num_samples or _BLOCK_SAMPLES
         ahead = max(2, 1 + -(-in_share // (self._block_samples * max(1, self.workers))))
         made = made_in_order(
-            reader, self._asks(cursor), workers=self.workers, ahead=ahead, seed=self.seed + self.replica
+            reader,
+            self._asks(cursor),
+            workers=self.workers,
+            ahead=ahead,
+            seed=self.seed + self.share.of.replica,
         )
         with closing(made):
             found = arrivals(made, cursor)
-            for window in self.share.windows(found, self.plan.replicas, self.replica):
+            for window in self.share.windows(found):
                 first = window[0].after.samples - 1
                 yield self._collated(window, first), window[-1].after
 
@@ -197,17 +186,15 @@ class StreamSource:
             return _BLOCK_SAMPLES
         return share if self.workers == 0 else min(share, _BLOCK_SAMPLES)
 
-    def _asks(self, cursor: Cursor) -> Iterator[Ask]:
+    def _asks(self, cursor: Cursor) -> Iterator[int]:
         # Whoever asks first gets worker 0; where another is in turn, those before it are passed over.
-        passed_over = [Ask(0)] * cursor.turn
-        first = Ask(max(self._block_samples, cursor.used))
-        return itertools.chain(passed_over, [first], itertools.repeat(Ask(self._block_samples)))
+        passed_over = [0] * cursor.turn
+        first = max(self._block_samples, cursor.used)
+        return itertools.chain(passed_over, [first], itertools.repeat(self._block_samples))
 
     def _collated(self, window: list[Arrival], first: int) -> WindowBatches:
-        replicas = self.plan.replicas
         chosen: Chosen = [
-            (arrival_id(first + number, replicas, self.replica), arrival.sample)
-            for number, arrival in enumerate(window)
+            (self.share.id_of(first + number), arrival.sample) for number, arrival in enumerate(window)
         ]
         if isinstance(self.collate, PadLikeFirst):
             self.collate.see(*chosen[0])
@@ -240,8 +227,8 @@ class StreamSource:
         return {
             "cursor": asdict(cursor),
             "seed": self.seed,
-            "replicas": self.plan.replicas,
-            "replica": self.replica,
+            "replicas": self.share.of.replicas,
+            "replica": self.share.of.replica,
             "copies": len(cursor.copies),
             # With one copy the order of arrival does not depend on its blocks.
             "block_samples": self._block_samples if self.workers > 1 else None,

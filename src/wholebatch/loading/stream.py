@@ -17,17 +17,8 @@ from torch.utils.data import get_worker_info
 from wholebatch.errors import JudgeError, UsageError
 from wholebatch.layout import whole_number
 from wholebatch.loading.reading import naming, seed_for
+from wholebatch.order import ReplicaShare
 from wholebatch.replay import random_state_kept
-
-
-class Ask(NamedTuple):
-    """What a worker is asked for.
-
-    Attributes:
-        num_samples: of the block, at most; 0 to pass over a worker's turn.
-    """
-
-    num_samples: int
 
 
 class Block(NamedTuple):
@@ -89,32 +80,34 @@ class StreamReader:
         dataset: an iterable, or a function without arguments that returns one.
         cursor: where to begin.
         seed: of the run; with the number of a sample in its copy it decides what is drawn for it.
-        replica, replicas: which replica of how many this is.
+        share: of this replica.
     """
 
-    def __init__(self, dataset: Any, cursor: Cursor, *, seed: int, replica: int, replicas: int) -> None:
+    def __init__(self, dataset: Any, cursor: Cursor, *, seed: int, share: Share) -> None:
         self._dataset = dataset
         self._cursor = cursor
         self._seed = seed
-        self._replica = replica
-        self._replicas = replicas
+        self._share = share
         self._worker: int | None = None  # which copy this is, once it is asked
         self._iterator: Iterator[Any] | None = None
         self._sources: dict[str, Any] = {}  # what tells the state
         self._samples = 0
         self._ended = False
 
-    def __call__(self, ask: Ask) -> Block:
+    def __call__(self, num_samples: int) -> Block:
         """The next samples.
+
+        Args:
+            num_samples: of the block, at most; 0 to pass over a worker's turn.
 
         Raises:
             JudgeError: the stream failed, or can't go on from its state; names the sample.
         """
-        if ask.num_samples == 0:
+        if num_samples == 0:
             return Block([], False, passed_over=True)
         with random_state_kept(host_alone=True):
             begin = self._open() if self._worker is None else None
-            samples = list(self._read(ask.num_samples))
+            samples = list(self._read(num_samples))
             state = self._state()
         return Block(samples, self._ended, state, begin)
 
@@ -165,12 +158,12 @@ class StreamReader:
         """Let what is drawn depend on the seed, the sample, the copy and the replica."""
         assert self._worker is not None
         copies = len(self._cursor.copies)
-        number = (self._samples * copies + self._worker) * self._replicas + self._replica
-        seed_for(self._seed, 0, number)
+        seed_for(self._seed, 0, self._share.id_of(self._samples * copies + self._worker))
 
     def _where(self) -> str:
+        of = self._share.of
         of_worker = f" in worker {self._worker}" if len(self._cursor.copies) > 1 else ""
-        return of_worker + (f" of replica {self._replica}" if self._replicas > 1 else "")
+        return of_worker + (f" of replica {of.replica}" if of.replicas > 1 else "")
 
 
 class Arrival(NamedTuple):
@@ -230,17 +223,22 @@ class Share:
     """How much of a stream one replica takes for a global batch.
 
     Args:
+        of: which replica of how many that is.
         num_samples: at most; None where items bound it.
         num_items: at most, of whole samples; None where samples bound it.
         items_of: items of a sample, where items bound it.
     """
 
+    of: ReplicaShare
     num_samples: int | None = None
     num_items: int | None = None
     items_of: Callable[[Any], int] | None = None
 
-    def windows(self, found: Iterator[Arrival], replicas: int, replica: int) -> Iterator[list[Arrival]]:
+    def windows(self, found: Iterator[Arrival]) -> Iterator[list[Arrival]]:
         """Windows in the order of arrival; the last is what is left, and is smaller.
+
+        Samples without items need no room. So that a stream of such does not fill one window without end,
+        none has more samples than its share has items.
 
         Raises:
             UsageError: one sample has more items than the share.
@@ -248,15 +246,13 @@ class Share:
         window: list[Arrival] = []
         held = 0
         for arrival in found:
-            size = 1
-            if self.items_of is not None:
-                size = self._items(arrival, replicas, replica)
+            size = 1 if self.items_of is None else self._items(arrival)
             if window and held + size > self._most:
                 yield window
                 window, held = [], 0
             window.append(arrival)
             held += size
-            if held == self._most:
+            if self._most in (held, len(window)):
                 yield window
                 window, held = [], 0
         if window:
@@ -268,9 +264,9 @@ class Share:
         assert most is not None
         return most
 
-    def _items(self, arrival: Arrival, replicas: int, replica: int) -> int:
+    def _items(self, arrival: Arrival) -> int:
         assert self.items_of is not None
-        index = arrival_id(arrival.after.samples - 1, replicas, replica)
+        index = self.id_of(arrival.after.samples - 1)
         with naming(f"items(sample) of sample {index} failed"):
             found = self.items_of(arrival.sample)
         size = whole_number(f"items(sample) of sample {index}", found, minimum=0)
@@ -281,10 +277,9 @@ class Share:
             )
         return size
 
-
-def arrival_id(number: int, replicas: int, replica: int) -> int:
-    """The id of a replica's sample number ``number`` (from 0): no two replicas give the same."""
-    return number * replicas + replica
+    def id_of(self, number: int) -> int:
+        """The id of this replica's sample ``number`` (from 0): no two replicas give the same."""
+        return number * self.of.replicas + self.of.replica
 
 
 def has_state(source: Any) -> bool:

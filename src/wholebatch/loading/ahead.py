@@ -6,6 +6,7 @@ thousands of file descriptors. A worker that ends is named, and nothing waits fo
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
+from wholebatch.loading.reading import in_words
 
 # Results that a worker may hold ready; each takes a file descriptor.
 MOST_AHEAD_PER_WORKER = 64
@@ -31,7 +33,13 @@ Result = TypeVar("Result")
 
 
 def made_in_order(
-    make: Callable[[Key], Result], keys: Iterable[Key], *, workers: int, ahead: int, seed: int
+    make: Callable[[Key], Result],
+    keys: Iterable[Key],
+    *,
+    told: Callable[[Result], str],
+    workers: int,
+    ahead: int,
+    seed: int,
 ) -> Generator[Result]:
     """What ``make`` makes of each key, in their order.
 
@@ -40,30 +48,33 @@ def made_in_order(
     Args:
         make: called in a worker process, of which each has a copy of its own; in this one without any.
         keys: what to make; key k goes to worker k modulo ``workers``. Drawn in this process.
+        told: a result in words, for the message where it can't be sent back.
         workers: processes; 0 makes each result when it is asked for.
         ahead: results that each worker makes before they are asked for, at most MOST_AHEAD_PER_WORKER.
         seed: decides what a worker draws that was never seeded.
 
     Raises:
         WholebatchError: what ``make`` raised, when its turn comes.
+        UsageError: a result can't be sent from a worker; names it.
         JudgeError: a worker ended; says which and how.
 
     Exactness: the results do not depend on ``workers``, if ``make`` keeps nothing between keys.
     """
     if workers == 0:
         return (make(key) for key in keys)
-    return _read_ahead(make, keys, workers=workers, ahead=min(MOST_AHEAD_PER_WORKER, ahead), seed=seed)
+    in_worker = _InWorker(make=make, told=told)
+    return _read_ahead(in_worker, keys, workers=workers, ahead=min(MOST_AHEAD_PER_WORKER, ahead), seed=seed)
 
 
 def _read_ahead(
-    make: Callable[[Key], Result], keys: Iterable[Key], *, workers: int, ahead: int, seed: int
-) -> Generator[Result]:
+    in_worker: _InWorker, keys: Iterable[Any], *, workers: int, ahead: int, seed: int
+) -> Generator[Any]:
     with _signal_handlers_kept(), warnings.catch_warnings():
         # More workers than cores are the user's choice, and useful where they wait for a disk.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         warnings.filterwarnings("ignore", message="Got pickle error")  # our own error says it
         loader = DataLoader(
-            _InWorker(make=make),
+            in_worker,
             batch_size=None,
             sampler=keys,
             num_workers=workers,
@@ -82,8 +93,7 @@ def _read_ahead(
                 return
             if isinstance(packed, _Failure):
                 raise packed.kind(packed.message) from packed.cause
-            # These bytes come from our own worker.
-            yield pickle.loads(packed.numpy().data)
+            yield _unpacked(packed)
     finally:
         results._shutdown_workers()  # type: ignore[attr-defined]
 
@@ -106,13 +116,48 @@ class _InWorker(Dataset[Any]):
     """In a worker: results as bytes, or the error that came up."""
 
     make: Callable[[Any], Any]
+    told: Callable[[Any], str]
 
     def __getitem__(self, key: Any) -> Tensor | _Failure:
         try:
-            packed = bytearray(pickle.dumps(self.make(key)))
+            return torch.frombuffer(self._packed(self.make(key)), dtype=torch.uint8)
         except WholebatchError as error:
             return _Failure.of(error)
-        return torch.frombuffer(packed, dtype=torch.uint8)
+
+    def _packed(self, made: Any) -> bytearray:
+        written = io.BytesIO()
+        try:
+            _Packer(written, pickle.DEFAULT_PROTOCOL).dump(made)
+        except Exception as error:
+            raise UsageError(
+                f"{self.told(made)} can't be sent from a worker to the training process "
+                f"({in_words(error)}); leave what can't be pickled out of the samples and of what collate "
+                f"returns, define its class at the top of a module, or set workers to 0"
+            ) from error
+        return bytearray(written.getbuffer())
+
+
+class _Packer(pickle.Pickler):
+    """Writes of a view its own numbers: pickle would write the whole tensor that it is a view of."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not Tensor or obj.layout is not torch.strided or obj.device.type != "cpu":
+            return NotImplemented
+        if obj.untyped_storage().nbytes() <= obj.nbytes:
+            return NotImplemented
+        alone = obj.detach().clone().requires_grad_(obj.requires_grad)
+        alone.__dict__.update(obj.__dict__)
+        return alone.__reduce_ex__(pickle.DEFAULT_PROTOCOL)  # type: ignore[no-untyped-call]
+
+
+def _unpacked(packed: Tensor) -> Any:
+    try:
+        return pickle.loads(packed.numpy().data)  # these bytes come from our own worker
+    except Exception as error:
+        raise UsageError(
+            f"what a worker sent can't be read back in the training process ({in_words(error)}); a class "
+            f"of the samples or of what collate returns pickles itself wrongly; mend it, or set workers=0"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +174,8 @@ class _Failure:
         try:
             pickle.loads(pickle.dumps(cause))
         except Exception:  # an exception of a class of the user's own may not travel
-            cause = RuntimeError(f"{type(cause).__name__}: {cause}")
+            assert cause is not None
+            cause = RuntimeError(in_words(cause))
         return cls(kind=type(error), message=str(error), cause=cause)
 
 
@@ -147,9 +193,35 @@ def _next(results: Any, workers: int) -> Any:
         if not ended:
             raise
         raise JudgeError(
-            f"of {workers} workers that read samples, {', '.join(ended)} ended; the usual cause is memory: "
-            f"set workers (data.workers of a training job) lower, or to 0 to read in the training process"
+            f"of {workers} workers that read samples, {', '.join(ended)} ended; "
+            f"{'; '.join(_mending(results._workers))}"
         ) from error
+
+
+def _mending(processes: list[Any]) -> list[str]:
+    """What is to be done about the workers that ended, each cause once."""
+    codes = [process.exitcode for process in processes if process.exitcode is not None]
+    return list(dict.fromkeys(_mend(code) for code in codes))
+
+
+def _mend(exit_code: int) -> str:
+    how = _end_of(exit_code)
+    if exit_code >= 0:
+        return (
+            "an exit code means that code of the data set or the collation ended the process, such as "
+            "sys.exit(): let it raise an error, which would name the sample"
+        )
+    if "SIGKILL" in how:
+        return (
+            "the usual cause is memory: set workers (data.workers of a training job) lower, or to 0 to "
+            "read in the training process"
+        )
+    if any(name in how for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")):
+        return (
+            "native code that the data set or the collation calls crashed: set workers (data.workers of a "
+            "training job) to 0 and run with python -X faulthandler to see where"
+        )
+    return "something outside of the training sent that signal: run again once it does not"
 
 
 def _end_of(exit_code: int) -> str:

@@ -113,6 +113,10 @@ class MapReader:
             ]
         return Made(batches, [index for group in groups for index, _ in group], left_out, part)
 
+    def told(self, made: Made) -> str:
+        """What was made, in words."""
+        return f"the micro-batch of samples {list(made.sample_ids)}"
+
     def _read(self, part: Part) -> tuple[Chosen, list[int]]:
         chosen: Chosen = []
         left_out: list[int] = []
@@ -203,7 +207,15 @@ def naming(what: str) -> Iterator[None]:
     except WholebatchError:
         raise
     except Exception as error:
-        raise JudgeError(f"{what} with {told(error)}") from error
+        raise JudgeError(f"{what} with {in_words(error)}") from error
+
+
+def in_words(error: BaseException) -> str:
+    """`told` of an error, of which the text itself may fail."""
+    try:
+        return told(error)
+    except Exception as failed:
+        return f"{type(error).__name__}, whose text can't be made ({type(failed).__name__})"
 
 
 def draws_nothing(samples: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from wholebatch.budget import AnyPlan, BudgetPlan
@@ -55,6 +55,7 @@ class MapSource:
         made = made_in_order(
             self.reader,
             itertools.chain(first, parts),
+            told=self.reader.told,
             workers=self.workers,
             ahead=max(2, -(-len(first) // max(1, self.workers))),
             seed=self.reader.seed + position,
@@ -168,6 +169,7 @@ class StreamSource:
         made = made_in_order(
             reader,
             self._asks(cursor),
+            told=reader.told,
             workers=self.workers,
             ahead=ahead,
             seed=self.seed + self.share.of.replica,
@@ -225,7 +227,7 @@ class StreamSource:
                 f"give the stream both, or use a map-style data set, which resumes by position"
             )
         return {
-            "cursor": asdict(cursor),
+            "cursor": cursor.as_dict(),
             "seed": self.seed,
             "replicas": self.share.of.replicas,
             "replica": self.share.of.replica,

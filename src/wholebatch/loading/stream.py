@@ -72,6 +72,17 @@ class Cursor:
     samples: int = 0
     tells_state: bool = True
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, but for what the stream itself told, which is kept as it told it."""
+        copies = [{"state": one.state, "samples": one.samples, "ended": one.ended} for one in self.copies]
+        return {
+            "copies": copies,
+            "turn": self.turn,
+            "used": self.used,
+            "samples": self.samples,
+            "tells_state": self.tells_state,
+        }
+
 
 class StreamReader:
     """One copy of the stream, in the process that reads it.
@@ -110,6 +121,11 @@ class StreamReader:
             samples = list(self._read(num_samples))
             state = self._state()
         return Block(samples, self._ended, state, begin)
+
+    def told(self, block: Block) -> str:
+        """The samples of the block that was made last, in words."""
+        first = self._samples - len(block.samples)
+        return f"samples {first} to {self._samples - 1} of the stream{self._where()}"
 
     def _open(self) -> Any:
         """Begin where this copy is to begin; what the stream tells there, if nobody knew it."""

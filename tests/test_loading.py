@@ -147,6 +147,41 @@ def test_any_order_will_do() -> None:
     assert [window[1] for window in found] == [tuple(order.global_batch(place)) for place in (0, 8, 16)]
 
 
+def test_a_small_source_draws_anew_each_time_it_comes() -> None:
+    """Several times within one epoch of the mixture, and within one global batch."""
+    order = MixedOrder(
+        sources=(Source(num_samples=3, weight=3), Source(num_samples=18, weight=1)),
+        global_batch_samples=8,
+        seed=0,
+    )
+    assert (order.epoch(16), max(order.sample_epochs(16))) == (0, 5)
+
+    def drawn(**more: Any) -> set[Any]:
+        return {
+            (window[3], number, tuple(numbers))
+            for window in windows(loader(Drawing(21), order=order, **more), 3)
+            for batch in window[0]
+            for number, numbers in zip(batch["index"], batch["drawn"], strict=True)
+        }
+
+    found = drawn()
+    assert len({numbers for *_, numbers in found}) == 24
+    assert found == drawn(workers=2) == drawn(plan=BUDGET) == drawn(plan=BUDGET, lengths=length_of)
+    two = plan_batch(global_batch_samples=8, micro_batch_samples=2, ranks=2)
+    assert found == drawn(plan=two, replica=0) | drawn(plan=two, replica=1)
+
+    def collate(samples: Any) -> Any:
+        return {"index": [0], "first": samples[0]["index"], "drawn": random.random()}
+
+    made = windows(
+        loader(
+            order=order, collate=collate, plan=plan_batch(global_batch_samples=8, micro_batch_samples=1)
+        ),
+        3,
+    )
+    assert len({batch["drawn"] for window in made for batch in window[0]}) == 24
+
+
 def test_samples_that_are_too_long_are_cut_short() -> None:
     for lengths in (lengths_of(21), length_of):
         plan = plan_token_budget(tokens_per_micro_batch=5, global_batch_samples=8, too_long="truncate")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,14 @@ from wholebatch.errors import UsageError
 from wholebatch.item_order import ItemOrder
 from wholebatch.loading.reading import Part, Samples
 from wholebatch.order import Order, ReplicaShare, SampleOrder
+
+
+class _Cut(NamedTuple):
+    """The samples of a part: ids, places in the global batch, and the ids that are too long for it."""
+
+    ids: list[int]
+    places: Sequence[int]
+    too_long: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,16 +58,22 @@ class Parts:
         while self.num_epochs is None or self.order.epoch(position) < self.num_epochs:
             self._check_length(num_samples)
             after, epoch = self.order.next_position(position), self.order.epoch(position)
-            cuts = self._cuts(position)
-            for number, (ids, too_long) in enumerate(cuts, start=1):
+            cuts, passes = self._cuts(position), self._passes(position)
+            for number, (ids, places, too_long) in enumerate(cuts, start=1):
                 self._check_ids(ids, num_samples)
-                yield Part(ids, epoch, position, after, number == len(cuts), too_long)
+                of_these = [passes[place] for place in places] if passes else ()
+                yield Part(ids, epoch, position, after, number == len(cuts), too_long, of_these)
             if not cuts:
                 yield Part((), epoch, position, after, True)
             position = after
 
-    def _cuts(self, position: int) -> list[tuple[list[int], list[int]]]:
-        """The ids of each part of the window, and those of them that are too long for it."""
+    def _passes(self, position: int) -> Sequence[int]:
+        """Of a global batch, how many passes over its source lie before each sample, if the order knows."""
+        sample_epochs = getattr(self.order, "sample_epochs", None)
+        return () if sample_epochs is None else sample_epochs(position)
+
+    def _cuts(self, position: int) -> list[_Cut]:
+        """The parts of the window."""
         plan = self.plan
         if not isinstance(plan, BudgetPlan):
             parts = self.order.window(
@@ -73,11 +88,16 @@ class Parts:
                     f"{self.replica}, more than the plan's {plan.micro_batches_per_window}; plan the "
                     f"global batch that the order has"
                 )
-            return [(part, []) for part in parts]
+            share = share_of(plan, self.replica).places(0, self.order.next_position(position) - position)
+            ends = itertools.accumulate(map(len, parts), initial=share.start)
+            return [
+                _Cut(ids, range(begin, begin + len(ids)), ())
+                for ids, begin in zip(parts, ends, strict=False)
+            ]
         ids = self.order.global_batch(position)
         if self.lengths is None:
             places = share_of(plan, self.replica).places(0, len(ids))
-            return [(ids[places.start : places.stop], [])] if places else []
+            return [_Cut(ids[places.start : places.stop], places, ())] if places else []
         self._check_ids(ids, len(self.lengths))
         packing = plan.pack(self.lengths[ids].tolist())
         if plan.equal_micro_batches and not all(packing.replicas[self.replica]):
@@ -88,7 +108,7 @@ class Parts:
             )
         too_long = set(packing.truncated)
         return [
-            ([ids[place] for place in places], [ids[place] for place in places if place in too_long])
+            _Cut([ids[place] for place in places], places, [ids[p] for p in places if p in too_long])
             for places in packing.replicas[self.replica]
         ]
 

@@ -7,6 +7,7 @@ left as it was.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class Part(NamedTuple):
         position, next_position: samples consumed before and after the global batch, over all replicas.
         ends_window: whether it is the last of its window.
         too_long: those of ``ids`` that are longer than a micro-batch may be, and are cut short.
+        passes: for each of ``ids`` the passes over its source before this one, where an order mixes
+            several and a small one comes again within an epoch; none where that is the epoch.
     """
 
     ids: Sequence[int]
@@ -55,6 +58,12 @@ class Part(NamedTuple):
     next_position: int
     ends_window: bool
     too_long: Sequence[int] = ()
+    passes: Sequence[int] = ()
+
+    @property
+    def drawing(self) -> Iterator[tuple[int, int]]:
+        """Each id, and the passes that decide what is drawn for it."""
+        return zip(self.ids, self.passes or itertools.repeat(self.epoch), strict=False)
 
 
 class Made(NamedTuple):
@@ -103,13 +112,20 @@ class MapReader:
         Raises:
             JudgeError: a sample could not be read, or not be collated; names it.
         """
+        passes = dict(part.drawing)
         with _drawing(self.samples):
             chosen, left_out = self._read(part)
-            groups = [chosen] if self.cut is None else self.cut(chosen)
+            groups = [group for group in ([chosen] if self.cut is None else self.cut(chosen)) if group]
             batches = [
-                collated(self.samples, self.collate, group, epoch=part.epoch, seed=self.seed)
+                collated(
+                    self.samples,
+                    self.collate,
+                    group,
+                    epoch=part.epoch,
+                    seed=self.seed,
+                    passes=passes[group[0][0]],
+                )
                 for group in groups
-                if group
             ]
         return Made(batches, [index for group in groups for index, _ in group], left_out, part)
 
@@ -120,9 +136,9 @@ class MapReader:
     def _read(self, part: Part) -> tuple[Chosen, list[int]]:
         chosen: Chosen = []
         left_out: list[int] = []
-        for index in part.ids:
+        for index, passes in part.drawing:
             try:
-                sample = _sample(self.samples, index, epoch=part.epoch, seed=self.seed)
+                sample = _sample(self.samples, index, epoch=passes, seed=self.seed)
             except Exception:
                 if not self.skips:
                     raise
@@ -171,7 +187,13 @@ def read_samples(samples: Samples, ids: Sequence[int], *, epoch: int, seed: int)
 
 
 def collated(
-    samples: Any, collate: Collate, chosen: Sequence[tuple[int, Any]], *, epoch: int, seed: int
+    samples: Any,
+    collate: Collate,
+    chosen: Sequence[tuple[int, Any]],
+    *,
+    epoch: int,
+    seed: int,
+    passes: int | None = None,
 ) -> Batch:
     """A micro-batch of samples that were read, with the random numbers of its first one.
 
@@ -180,6 +202,7 @@ def collated(
         collate: as for `micro_batch`.
         chosen: ids and samples.
         epoch, seed: as for `micro_batch`.
+        passes: over the source of the first one, where that is not ``epoch``; decides what is drawn.
 
     Raises:
         JudgeError: they could not be collated; names them.
@@ -188,7 +211,7 @@ def collated(
     """
     ids = [index for index, _ in chosen]
     if not draws_nothing(samples):
-        seed_for(seed, epoch, ids[0] if ids else 0)
+        seed_for(seed, epoch if passes is None else passes, ids[0] if ids else 0)
     with naming(f"collating samples {ids} failed"):
         return collate([sample for _, sample in chosen], ids, epoch)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -11,7 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from loading_data import Ragged, Stream, cut, length_of, lengths_of, windows
 from wholebatch.budget import plan_token_budget
 from wholebatch.errors import PlanError, UsageError
+from wholebatch.item_order import ItemOrder
 from wholebatch.loading import WindowLoader, pad_collate
+from wholebatch.loading.parts import order_of
 from wholebatch.order import SampleOrder
 from wholebatch.plan import plan_batch
 
@@ -169,6 +172,20 @@ def test_a_stream_in_items_needs_to_know_them() -> None:
 def test_samples_without_a_number_of_them_are_no_data_set() -> None:
     with pytest.raises(UsageError, match="is a OnlyItems with neither __getitem__ and __len__"):
         WindowLoader(OnlyItems(), plan=FIXED)
+
+
+def test_the_default_order_is_there_for_others_too() -> None:
+    drop = plan_batch(global_batch_samples=8, micro_batch_samples=2, tail="drop")
+    assert order_of(drop, 21, items=None, seed=3) == SampleOrder(
+        num_samples=21, global_batch_samples=8, seed=3, tail="drop"
+    )
+    items = np.array(lengths_of(21))
+    found = order_of(ITEMS, 21, items=items, seed=3, shuffle=False)
+    assert isinstance(found, ItemOrder)
+    assert (found.global_batch_items, found.seed, found.shuffle) == (20, 3, False)
+    assert found.items.tolist() == lengths_of(21)
+    with pytest.raises(UsageError, match="global_batch_items=20 of a map-style data set needs items="):
+        order_of(ITEMS, 21, items=None, seed=3)
 
 
 # the collation ---------------------------------------------------------------------------------------

@@ -84,6 +84,13 @@ def test_a_share_in_items_holds_whole_samples() -> None:
     assert [sorted(window) for window in indices(found)] == expected
 
 
+def test_samples_without_items_do_not_fill_one_window_without_end() -> None:
+    """A stream that never ends and has no item gives windows all the same."""
+    endless = ({"input_ids": [1], "labels": [-100]} for _ in itertools.count())
+    found = windows(loader(endless, plan=ITEMS, items=lambda _: 0), 2)
+    assert [len(window[1]) for window in found] == [20, 20]
+
+
 def test_replicas_take_their_share_and_no_id_twice() -> None:
     plan = plan_token_budget(tokens_per_micro_batch=18, global_batch_samples=8, ranks=3)
     parts = [

@@ -295,7 +295,7 @@ def test_a_model_that_fails_on_a_row_is_refused_with_its_words() -> None:
         raise ValueError("rows of one sample only")
 
     words = (
-        r"model.source m.py:model fails on a packed row of 3 samples .* with ValueError: rows of one "
+        r"model.source m.py:model fails on a packed row of 6 samples .* with ValueError: rows of one "
         r"sample only; set batch.rows"
     )
     with pytest.raises(UsageError, match=words):
@@ -344,7 +344,7 @@ def test_logits_of_another_shape_are_refused() -> None:
     with pytest.raises(UsageError, match=words):
         tried(pooled)
     told = JobModel(module=gpt().module, forward=lambda *_: {"loss": 1})
-    with pytest.raises(UsageError, match=r"gives a dict for token ids of shape \(1, 5\), so whether"):
+    with pytest.raises(UsageError, match=r"gives a dict for token ids of shape \(1, 4\), so whether"):
         tried(told)
 
 

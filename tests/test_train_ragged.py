@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,23 @@ def test_both_or_none_of_two_keys_are_refused(batch: dict[str, Any], words: str)
             "has 32 tokens, more than batch.tokens_per_micro_batch = 20 and batch.tokens_alone = 30",
         ),
         (
+            {"batch": {"tokens_per_micro_batch": 64, "tokens_alone": 64}, "data": RAGGED},
+            "batch.tokens_alone = 64 is the larger bound for a sample that is alone, and "
+            "batch.tokens_per_micro_batch = 64 is no smaller; raise it, or set it to 0",
+        ),
+        (
+            {"batch": {"tokens_per_micro_batch": 64, "cost_per_position": 0}, "data": RAGGED},
+            "batch.cost_per_position and batch.cost_per_position_and_length are both 0",
+        ),
+        (
+            {"batch": {"micro_batch_samples": 2, "cost_per_position": 3}},
+            "batch.cost_per_position = 3.0 goes with micro-batches that are cut by tokens",
+        ),
+        (
+            {"batch": {"global_batch_items": 20, "tokens_per_micro_batch": 64}, "data": RAGGED},
+            "has 31 items, more than batch.global_batch_items = 20, and so have",
+        ),
+        (
             {
                 "batch": {"global_batch_items": 90, "tokens_per_micro_batch": 64},
                 "schedule": {"warmup_samples": 10},
@@ -397,6 +415,90 @@ def test_without_leave_a_sample_that_cannot_be_read_ends_the_run(tmp_path: Path)
     config = tiny(tmp_path / "run", batch=LESS_MEMORY, data=own(tmp_path, bad=3), run={"num_updates": 5})
     with pytest.raises(JudgeError, match="sample 3 failed with OSError"):
         run(config)
+
+
+def test_the_proof_takes_the_samples_that_can_be_read(tmp_path: Path) -> None:
+    skip = own(tmp_path, bad=3, on_bad_sample="skip")
+    proved = {"check_first_batch": True, "max_samples": 40}
+    config = tiny(
+        tmp_path / "run",
+        batch=LESS_MEMORY | {"global_batch_samples": 40},
+        data=skip,
+        proof=proved,
+        run={"num_updates": 1},
+        schedule={"warmup_updates": 0, "decay": "constant"},
+    )
+    _, _, display = run(config)
+    assert "micro-batches make the update of the big batch" in display.words.getvalue()
+    (record,) = read_run(tmp_path / "run").records
+    assert (record.samples, record.samples_left_out) == (39, 1)
+
+
+def test_where_no_sample_can_be_read_the_proof_says_so(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", batch=LESS_MEMORY, data=own(tmp_path, on_bad_sample="skip"))
+    text = (tmp_path / "own.py").read_text().replace("if index == -1:", "if index > 0:")
+    (tmp_path / "own.py").write_text(text, encoding="utf-8")
+    proved = replace(config, proof=replace(config.proof, check_first_batch=True, max_samples=2))
+    with pytest.raises(JudgeError, match="none of the first 2 samples can be read"):
+        run(proved)
+
+
+def test_a_held_out_sample_that_does_not_fit_is_named_before_training(tmp_path: Path) -> None:
+    held_out = '"held_out": [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 2,'
+    batch = {"tokens_per_micro_batch": 8, "micro_batch_samples": 0}
+    with pytest.raises(UsageError, match=r"held-out sample 0 has 9 tokens, more than batch\.tokens_per"):
+        run(tiny(tmp_path / "run", batch=batch, data=own(tmp_path, more=held_out)))
+
+
+def test_samples_that_do_not_tell_their_tokens_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    more = '"train": [{"x": torch.arange(3), "labels": torch.arange(3)}] * 9,'
+    with pytest.raises(UsageError, match="without input_ids, so its tokens can't be told"):
+        built(tiny(tmp_path / "run", batch=LESS_MEMORY, data=own(tmp_path, more=more)))
+
+
+COUNTS_TO_FOUR = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    \"\"\"Keeps the first four samples of a row apart, and mixes those after them.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(300, 8)
+        self.out = nn.Linear(8, 300)
+
+    def forward(self, tokens, groups):
+        x = self.embed(tokens)
+        same = groups[:, :, None] == groups[:, None, :]
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        weights = (same & causal).to(x.dtype)
+        return self.out(x + weights @ x / weights.sum(-1, keepdim=True))
+
+def forward(module, batch):
+    positions = batch.get("position_ids")
+    tokens = batch["input_ids"]
+    groups = torch.zeros_like(tokens) if positions is None else (positions == 0).cumsum(1).clamp(max={most})
+    return module(tokens, groups)
+
+def model():
+    return Model(), forward
+"""
+
+
+@pytest.mark.parametrize(("most", "refused"), [(99, False), (4, True)])
+def test_a_model_that_counts_samples_no_further_than_four_is_refused(
+    tmp_path: Path, most: int, refused: bool
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(COUNTS_TO_FOUR.format(most=most), encoding="utf-8")
+    tables = tiny_tables(batch=PACKED, data=RAGGED, run={"folder": str(tmp_path / "run")})
+    tables["model"] = {"source": f"{file}:model"}
+    if refused:
+        with pytest.raises(UsageError, match="packed row"):
+            built(config_from_dict(tables))
+    else:
+        built(config_from_dict(tables))
 
 
 # Measuring ---------------------------------------------------------------------------------------

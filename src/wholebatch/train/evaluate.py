@@ -112,8 +112,9 @@ def _micro_batches(job: Job, samples: Samples, ids: list[int]) -> Iterator[Batch
     for start in range(0, len(ids), _READ_TOGETHER):
         some = ids[start : start + _READ_TOGETHER]
         read = read_samples(samples, some, epoch=0, seed=seed)
-        for chosen in cut_by_tokens(plan, job.data, list(zip(some, read, strict=True)), lengths):
-            yield collated(samples, collate, chosen, epoch=0, seed=seed)
+        chosen = list(zip(some, read, strict=True))
+        for part in cut_by_tokens(plan, job.data, chosen, lengths, what="held-out sample"):
+            yield collated(samples, collate, part, epoch=0, seed=seed)
 
 
 @contextmanager

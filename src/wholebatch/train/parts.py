@@ -11,11 +11,13 @@ from torch import nn
 from wholebatch.budget import AnyPlan, BudgetPlan, plan_token_budget
 from wholebatch.errors import UsageError
 from wholebatch.item_order import ItemOrder
+from wholebatch.loading.reading import read_samples
 from wholebatch.objective import LossSum
 from wholebatch.order import ORDER_RULE, SampleOrder
 from wholebatch.packing import CostModel
 from wholebatch.plan import plan_batch
 from wholebatch.replay import seed_all
+from wholebatch.train.cutting import refuse_too_long
 from wholebatch.train.data import load_data
 from wholebatch.train.data.store import TokenSamples, content_digest
 from wholebatch.train.material import Batch, JobData, JobModel, on_device
@@ -76,6 +78,7 @@ def check_settings(config: TrainConfig, ranks: int) -> AnyPlan:
 
 def _plan(batch: BatchConfig, ranks: int) -> AnyPlan:
     if batch.tokens_per_micro_batch:
+        _check_budget(batch)
         return plan_token_budget(
             tokens_per_micro_batch=batch.tokens_per_micro_batch,
             global_batch_samples=batch.global_batch_samples or None,
@@ -91,12 +94,10 @@ def _plan(batch: BatchConfig, ranks: int) -> AnyPlan:
                 per_position_and_length=batch.cost_per_position_and_length,
             ),
         )
-    for key, value, default in (
-        ("global_batch_items", batch.global_batch_items, 0),
-        ("tokens_alone", batch.tokens_alone, 0),
-        ("rows", batch.rows, "padded"),
-    ):
-        if value != default:
+    default = BatchConfig()
+    costs = ("cost_per_micro_batch", "cost_per_position", "cost_per_position_and_length")
+    for key in ("global_batch_items", "tokens_alone", "rows", *costs):
+        if (value := getattr(batch, key)) != getattr(default, key):
             raise UsageError(
                 f"batch.{key} = {value!r} goes with micro-batches that are cut by tokens; set "
                 f"batch.tokens_per_micro_batch in place of batch.micro_batch_samples = "
@@ -110,6 +111,21 @@ def _plan(batch: BatchConfig, ranks: int) -> AnyPlan:
     )
 
 
+def _check_budget(batch: BatchConfig) -> None:
+    bound = batch.tokens_per_micro_batch
+    if 0 < batch.tokens_alone <= bound:
+        raise UsageError(
+            f"batch.tokens_alone = {batch.tokens_alone} is the larger bound for a sample that is alone, "
+            f"and batch.tokens_per_micro_batch = {bound} is no smaller; raise it, or set it to 0 to refuse "
+            f"samples that do not fit"
+        )
+    if not batch.cost_per_position and not batch.cost_per_position_and_length:
+        raise UsageError(
+            "batch.cost_per_position and batch.cost_per_position_and_length are both 0, so no micro-batch "
+            "would cost more than another; give one of them a cost, such as cost_per_position = 1"
+        )
+
+
 def _order(config: TrainConfig, plan: AnyPlan, data: JobData) -> SampleOrder | ItemOrder:
     if plan.global_batch_items is not None and isinstance(plan, BudgetPlan):
         if data.items is None:
@@ -117,6 +133,14 @@ def _order(config: TrainConfig, plan: AnyPlan, data: JobData) -> SampleOrder | I
                 f"batch.global_batch_items = {plan.global_batch_items} needs the items of every sample "
                 f"ahead, and {config.data.source} does not give them; return items beside train, or set "
                 f"batch.global_batch_samples"
+            )
+        most = int(data.items.argmax())
+        if data.items[most] > plan.global_batch_items:
+            over = int((data.items > plan.global_batch_items).sum()) - 1
+            raise UsageError(
+                f"sample {most} has {data.items[most]} items, more than batch.global_batch_items = "
+                f"{plan.global_batch_items}{f', and so have {over} others' if over else ''}; set that to "
+                f"{data.items[most]} or more, or cut samples with data.max_tokens_per_sample"
             )
         return ItemOrder(
             num_samples=len(data.train),
@@ -145,7 +169,7 @@ def build_job(config: TrainConfig, world: World, plan: AnyPlan) -> Job:
     if isinstance(data.train, TokenSamples):
         data = replace(data, facts={**data.facts, "train_digest": content_digest(data.train)})
     order = _order(config, plan, data)
-    _check_lengths(plan, data)
+    _check_lengths(plan, data, config)
     # Models and data of a user's own may draw from any generator, and a checkpoint holds them all.
     seed_all(config.run.seed)
     model = build_model(config, data=data, device=world.device)
@@ -184,23 +208,17 @@ def _per_update(job: Job) -> dict[str, float]:
     return found | ({"items_per_update": items / order.updates_per_epoch} if items else {})
 
 
-def _check_lengths(plan: AnyPlan, data: JobData) -> None:
+def _check_lengths(plan: AnyPlan, data: JobData, config: TrainConfig) -> None:
     """Refuse samples that no micro-batch can take before anything is trained on the others."""
     if not isinstance(plan, BudgetPlan):
         return
-    budget, alone = plan.tokens_per_micro_batch, plan.tokens_alone
-    bounds = f"{budget} and batch.tokens_alone = {alone}" if alone else f"{budget}"
-    for side, lengths in (("", data.lengths), ("held-out ", data.held_out_lengths)):
-        if lengths is None or not (over := int((lengths > max(budget, alone or 0)).sum())):
-            continue
-        longest = int(lengths.argmax())
-        others = f", and so have {over - 1} others" if over > 1 else ""
-        raise UsageError(
-            f"{side}sample {longest} has {lengths[longest]} tokens, more than "
-            f"batch.tokens_per_micro_batch = {bounds}{others}; raise it, set batch.tokens_alone to "
-            f"{lengths[longest]} or more to give such a sample a micro-batch of its own, or cut samples "
-            f"with data.max_tokens_per_sample"
-        )
+    for what, lengths in (("sample", data.lengths), ("held-out sample", data.held_out_lengths)):
+        if lengths is not None:
+            refuse_too_long(plan, lengths, what=what)
+    if data.lengths is None and data.length_of is not None and config.data.on_bad_sample == "raise":
+        # That the first one tells its tokens is known now, not after the proof.
+        (first,) = read_samples(data.train, [0], epoch=0, seed=config.run.seed)
+        data.length_of(first)
 
 
 def data_identity(job: Job) -> dict[str, Any]:

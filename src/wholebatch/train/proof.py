@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from wholebatch.errors import JudgeError
 from wholebatch.loading.reading import read_samples
 from wholebatch.plan import BatchPlan
 from wholebatch.train.cutting import cut_by_tokens
@@ -12,6 +13,11 @@ from wholebatch.train.optimize import make_optimizer
 from wholebatch.train.parts import Job
 from wholebatch.verify import verify_window
 from wholebatch.verify.verification import Verification
+
+_IN_ROWS = (
+    'With batch.rows = "packed" look at the model first: it may let the samples of a row see each other; '
+    'let it heed position_ids or sample_lengths, or set batch.rows = "padded".'
+)
 
 
 def prove_first_batch(job: Job) -> Verification:
@@ -58,17 +64,36 @@ def _micro_batches(job: Job) -> list[list[tuple[int, Any]]]:
 
     At least two where there are two samples, so that there is something to accumulate.
     """
-    ids = proved_samples(job)
-    read = read_samples(job.data.train, ids, epoch=0, seed=job.config.run.seed)
-    samples = list(zip(ids, read, strict=True))
+    samples = _read(job)
     if isinstance(job.plan, BatchPlan):
-        m = max(1, min(job.plan.micro_batch_samples, len(ids) // 2))
-        return [samples[start : start + m] for start in range(0, len(ids), m)]
+        m = max(1, min(job.plan.micro_batch_samples, len(samples) // 2))
+        return [samples[start : start + m] for start in range(0, len(samples), m)]
     parts = cut_by_tokens(job.plan, job.data, samples, job.data.lengths)
     if len(parts) == 1 and len(samples) > 1:
         half = len(samples) // 2
         return [parts[0][:half], parts[0][half:]]
     return parts
+
+
+def _read(job: Job) -> list[tuple[int, Any]]:
+    """The samples that the proof takes, with their ids; without those that the training leaves out."""
+    found: list[tuple[int, Any]] = []
+    skipped: Exception | None = None
+    for index in proved_samples(job):
+        try:
+            (sample,) = read_samples(job.data.train, [index], epoch=0, seed=job.config.run.seed)
+        except JudgeError as error:
+            if job.config.data.on_bad_sample == "raise":
+                raise
+            skipped = error
+            continue
+        found.append((index, sample))
+    if not found:
+        raise JudgeError(
+            f"none of the first {len(proved_samples(job))} samples can be read, and the first update is "
+            f"shown on them; mend the data, or set proof.check_first_batch = false"
+        ) from skipped
+    return found
 
 
 def proof_words(proof: Verification, job: Job) -> str:
@@ -78,11 +103,14 @@ def proof_words(proof: Verification, job: Job) -> str:
     if worst is not None:
         where += f" error {worst.error:.2e}, bound {worst.bound:.2e}."
     taken, whole = len(proved_samples(job)), len(job.order.global_batch(0))
+    advice = proof.advice
+    if job.config.batch.rows == "packed":
+        advice = f"{_IN_ROWS} {advice}"
     which = "First global batch" if taken == whole else f"First {taken} samples of the first global batch"
     if proof.equal:
         pieces = len(proof.splits[0].micro_batch_samples)
         return f"{which}: {pieces} micro-batches make the update of the big batch.{where}"
-    return f"{which}: NOT the update of the big batch ({proof.cause}).{where} {proof.advice}"
+    return f"{which}: NOT the update of the big batch ({proof.cause}).{where} {advice}"
 
 
 def proof_facts(proof: Verification | None) -> dict[str, Any] | None:

@@ -83,9 +83,9 @@ class Training:
         for name, value in now.items():
             if name in then and then[name] != value:
                 raise UsageError(
-                    f"the checkpoint {found.facts.path} was made with {name} {then[name]}, and it is "
-                    f"{value} now, so the run would not resume with the same global batches; give it back "
-                    f"its data and settings, or begin a new run"
+                    f"the checkpoint {found.facts.path} was made with {name} {_given(then[name])}, and it "
+                    f"is {_given(value)} now, so the run would not resume with the same global batches; "
+                    f"give it back its data and settings, or begin a new run"
                 )
         apply_settings(
             self.window, built, saved=found.more.get("settings", {}), settings=self.job.config.optimizer
@@ -293,6 +293,10 @@ class Training:
 
 class _LeftError(Exception):
     """An update is left on purpose, to be rolled back."""
+
+
+def _given(value: Any) -> Any:
+    return "not given" if value is None else value
 
 
 class _NextWindow:

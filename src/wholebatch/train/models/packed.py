@@ -23,7 +23,9 @@ from wholebatch.train.data.collation import LABELS_IN_ROWS
 from wholebatch.train.material import Batch, JobModel, on_device
 
 # Tokens of the row that is tried; fewer where the model takes fewer.
-_TOKENS = 16
+_TOKENS = 32
+# Tokens of its samples, over and over.
+_SHAPE = (4, 1, 5, 3, 2, 3)
 # Above this size of a copy in float64 the model is tried as it is.
 _COPY_BYTES = 4 * 2**30
 # The most of the difference between mixed and separate samples that may pass for rounding.
@@ -205,10 +207,16 @@ def _judged(tried: _Tried, module: nn.Module, source: str) -> dict[str, Any]:
 
 
 def _lengths(tokens: int) -> tuple[int, ...]:
-    """A short sample, one of a single token, and a longer one, so many tokens together."""
-    first = max(tokens // 3, 1)
-    lengths = (first, 1, tokens - first - 1)
-    return tuple(length for length in lengths if length > 0)
+    """Samples of several lengths, one of a single token and two of the same, so many tokens together.
+
+    More than a few, since a model might count no further.
+    """
+    lengths, left = [], tokens
+    for length in (_SHAPE * tokens)[:tokens]:
+        if left > 0:
+            lengths.append(min(length, left))
+            left -= lengths[-1]
+    return tuple(lengths)
 
 
 def _token_ids(tokens: int, vocabulary: int) -> Tensor:

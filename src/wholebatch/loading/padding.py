@@ -58,6 +58,20 @@ class PadCollate:
     like: Any = None
     like_told: str = "the sample like="
 
+    def __post_init__(self) -> None:
+        if isinstance(self.like, Mapping):
+            # Once, since with short micro-batches it would cost as much as the samples themselves.
+            tensors = {name: self._form(name, value) for name, value in self.like.items()}
+            object.__setattr__(self, "like", tensors)
+
+    def _form(self, name: str, value: Any) -> Any:
+        if isinstance(value, list | tuple) and not value:
+            raise UsageError(
+                f"{name!r} of {self.like_told} is an empty list, which does not say whether it holds whole "
+                f"numbers, and all samples have to be like it; give a tensor of a dtype, or another collate"
+            )
+        return _as_tensor(value, name, self.like_told)
+
     def __call__(self, samples: Sequence[Any], ids: Sequence[int] | None = None) -> dict[str, Any]:
         """A micro-batch of the samples.
 
@@ -91,16 +105,10 @@ class PadCollate:
 
     def _form_of(self, name: str, entries: list[_Entry]) -> _Entry:
         """What all entries of a name have to be like."""
-        if self.like is None:
-            # Of a micro-batch by itself the first that says what it holds.
-            return next((entry for entry in entries if not _is_empty(entry[1])), entries[0])
-        value = self.like[name]
-        if isinstance(value, list | tuple) and not value:
-            raise UsageError(
-                f"{name!r} of {self.like_told} is an empty list, which does not say whether it holds whole "
-                f"numbers, and all samples have to be like it; give a tensor of a dtype, or another collate"
-            )
-        return self.like_told, _as_tensor(value, name, self.like_told)
+        if self.like is not None:
+            return self.like_told, self.like[name]
+        # Of a micro-batch by itself the first that says what it holds.
+        return next((entry for entry in entries if not _is_empty(entry[1])), entries[0])
 
     def _together(self, name: str, values: list[Any]) -> Any:
         first = values[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -39,12 +39,32 @@ class OwnCollation:
         first: sample 0 to train on. Micro-batches without samples get their shape from it, and the
             default collation its keys and kinds of numbers.
         vocabulary: token ids end below it; None where that is not known.
+
+    Attributes:
+        pad: collates without a collate of the user's own; None where samples are no dicts.
+
+    Raises:
+        UsageError: sample 0 does not say what all others have to be like.
     """
 
     collate: Callable[[list[Any]], Any] | None
     padding_id: int
     first: Any
     vocabulary: int | None = None
+    pad: PadCollate | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        first = self.first
+        if self.collate is not None or not isinstance(first, Mapping):
+            return
+        tokens = first.get("input_ids")
+        pad = PadCollate(
+            attention_mask=tokens is not None and np.ndim(tokens) == 1 and "attention_mask" not in first,
+            fill_values={"input_ids": self.padding_id},
+            like=first,
+            like_told="sample 0 to train on",
+        )
+        object.__setattr__(self, "pad", pad)
 
     def __call__(self, samples: Sequence[Any], ids: Sequence[int], epoch: int) -> Batch:  # noqa: ARG002
         """A micro-batch of the chosen samples.
@@ -68,7 +88,10 @@ class OwnCollation:
         Exactness: padding supervises nothing, and the dtypes do not depend on the split.
         """
         chosen = list(samples) or [self.first]
-        made = self._padded(chosen, ids) if self.collate is None else self.collate(chosen)
+        if self.collate is not None:
+            made = self.collate(chosen)
+        else:
+            made = default_collate(chosen) if self.pad is None else self.pad(chosen, ids or None)
         if not isinstance(made, Mapping):
             raise UsageError(
                 f"data.source: a micro-batch is a {type(made).__name__}, and has to be a dict of tensors; "
@@ -86,18 +109,6 @@ class OwnCollation:
             batch = {name: value[:0] if _has_samples(value) else value for name, value in batch.items()}
         batch["sample_ids"] = torch.tensor(ids, dtype=torch.int64)
         return batch
-
-    def _padded(self, chosen: list[Any], ids: Sequence[int]) -> Any:
-        first = self.first
-        if not isinstance(first, Mapping):
-            return default_collate(chosen)
-        tokens = first.get("input_ids")
-        return PadCollate(
-            attention_mask=tokens is not None and np.ndim(tokens) == 1 and "attention_mask" not in first,
-            fill_values={"input_ids": self.padding_id},
-            like=first,
-            like_told="sample 0 to train on",
-        )(chosen, ids or None)
 
     def _refuse_strange_ids(self, batch: Mapping[str, Any], ids: Sequence[int]) -> None:
         """Before an embedding fails on one without saying which."""

@@ -84,6 +84,8 @@ def test_ranks_and_budgets_train_the_same(unreadable: range) -> None:
     assert records[1].items == sum(LENGTHS[i] - 1 for i in range(4, 8) if i not in unreadable)
     assert records[1].outcome == ("skipped_empty" if len(unreadable) == 4 else "applied")
     assert not any(r.partial for r in records)
+    if len(unreadable) == 4:
+        assert records[1].reason == "none of its 4 samples could be read"
     assert sum(r.micro_batches for r in records) > sum(r.micro_batches for r in other)
     assert torch.allclose(alone, wide, rtol=0, atol=1e-14)
     for records_of_two, parameters, there in run_ranks(trained, 2, unreadable):

@@ -94,6 +94,12 @@ class GlobalTally:
     digest: str | None
     items: tuple[float | None, ...]
 
+    def why_empty(self) -> str:
+        """Why an update without items has none, in words."""
+        if self.samples_left_out and not self.samples:
+            return f"none of its {self.samples_left_out} samples could be read"
+        return "no micro-batch of any rank has an item to learn from"
+
     @classmethod
     def from_sums(cls, sums: Sequence[float], *, num_replicas: int, num_terms: int) -> GlobalTally:
         """Read payloads that were added up over ``num_replicas``."""

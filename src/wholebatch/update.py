@@ -502,7 +502,7 @@ class Update:
         norm *= correction
         outcome: Outcome = "applied"
         if not any(items):
-            outcome, reason = "skipped_empty", "no micro-batch of any rank has an item to learn from"
+            outcome, reason = "skipped_empty", total.why_empty()
         elif result.nonfinite:
             outcome, reason = "skipped_nonfinite", result.why_nonfinite()
             if window.on_nonfinite == "raise":

@@ -14,12 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
-from loading_data import Ragged, StatefulStream, Stream, windows
+from loading_data import Bad, Ragged, StatefulStream, Stream, lengths_of, windows
 from wholebatch.budget import plan_token_budget
 from wholebatch.errors import JudgeError, UsageError
-from wholebatch.loading import WindowLoader, pad_collate
+from wholebatch.item_order import ItemOrder
+from wholebatch.loading import WindowBatches, WindowLoader, pad_collate
 from wholebatch.loading.ahead import made_in_order
+from wholebatch.loading.twins import is_same
+from wholebatch.loading.unread import Unread
+from wholebatch.order import SampleOrder
 from wholebatch.plan import plan_batch
 
 FIXED = plan_batch(global_batch_samples=8, micro_batch_samples=2)
@@ -203,3 +208,286 @@ def test_a_state_of_plain_values_is_plain() -> None:
     made = loader(StatefulStream(21))
     windows(made, 1)
     assert json.loads(json.dumps(made.state_dict())) == made.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "state", "words"),
+    [
+        (Ragged(21), None, "samples by index: it has a NoneType"),
+        (Ragged(21), {"source": {}}, r"it has \['source'\]"),
+        (Ragged(21), {"source": None, "samples_left_out": 0}, "its source has a NoneType"),
+        (Ragged(21), {"source": {"position": 8}, "samples_left_out": 0}, r"its source has \['position'\]"),
+        (StatefulStream(21), [1, 2], "a stream: it has a list"),
+        (StatefulStream(21), {"source": {}, "samples_left_out": 0}, r"its source has \[\]"),
+    ],
+)
+def test_what_is_no_state_is_refused(dataset: Any, state: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=f"no state of a loader of .*{words}; give what state_dict"):
+        loader(dataset).load_state_dict(state)
+
+
+@pytest.mark.parametrize("cursor", [None, {"copies": []} | {"strange": 1}, {"copies": [3]}])
+def test_a_damaged_cursor_is_refused(cursor: Any) -> None:
+    made = loader(StatefulStream(21))
+    state = made.state_dict()
+    state["source"]["cursor"] = cursor
+    with pytest.raises(UsageError, match=r"cursor of the state is none that a loader saved .*: .*; give"):
+        made.load_state_dict(state)
+
+
+def test_a_state_with_a_wrong_number_changes_nothing() -> None:
+    made = loader()
+    windows(made, 1)
+    state = made.state_dict()
+    with pytest.raises(UsageError, match="samples_left_out=None"):
+        loader().load_state_dict(state | {"samples_left_out": None})
+
+
+def test_a_loader_that_begins_at_its_end_says_so() -> None:
+    for at_end in (loader(position=21), loader()):
+        if not at_end.position:
+            done = loader()
+            windows(done)
+            at_end.load_state_dict(done.state_dict())
+        with pytest.raises(UsageError, match=r"the end of its data, at position 21; .* num_epochs="):
+            iter(at_end)
+    assert len(windows(loader(position=21, num_epochs=2))) == 3
+    done, made = loader(StatefulStream(21)), loader(StatefulStream(21))
+    windows(done)
+    made.load_state_dict(done.state_dict())
+    with pytest.raises(UsageError, match="the end of its data, at position 21"):
+        iter(made)
+
+
+def test_a_replica_whose_stream_ended_before_the_others_goes_on_with_nothing() -> None:
+    plan = plan_batch(global_batch_samples=8, micro_batch_samples=2, ranks=2)
+    done, made = (loader(StatefulStream(6), plan=plan, replica=1) for _ in range(2))
+    windows(done)
+    made.load_state_dict(done.state_dict())
+    assert windows(made) == []
+
+
+# each sample once ------------------------------------------------------------------------------------
+
+
+class Whole(IterableDataset[Any]):
+    """Does not divide its samples, or only from one number on."""
+
+    def __init__(self, num_samples: int = 20, make: Any = lambda index: {"x": index}) -> None:
+        self.num_samples = num_samples
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(self.make, range(self.num_samples))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        iter([{"x": 1}] * 20),
+        ({"x": n} for n in range(20)),
+        {1, 2, 3},
+        {1: 2, 3: 4}.values(),
+        map(int, "123"),
+    ],
+)
+def test_what_can_not_divide_itself_is_not_given_to_several_workers(dataset: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"each of 2 workers would read whole, so that every .* came 2 times"
+    ):
+        loader(dataset, workers=2, collate=list)
+    loader(dataset, workers=1, collate=list)
+
+
+SAMPLES: list[Any] = [
+    lambda index: {"x": torch.arange(index + 1), "y": [np.arange(index), "text"]},
+    lambda index: (index, 2.5, None),
+    lambda _: np.float64(1.0),
+]
+
+
+@pytest.mark.parametrize("make", SAMPLES)
+def test_workers_that_read_the_same_are_found_before_a_window(make: Any) -> None:
+    made = loader(Whole(make=make), workers=2, collate=list)
+    with pytest.raises(UsageError, match=r"same first 8 samples .* would come 2 times; .*get_worker_info"):
+        next(iter(made))
+    assert made.position == 0
+    assert sum(len(window.sample_ids) for window in loader(Whole(make=make), workers=1, collate=list)) == 20
+    with pytest.raises(UsageError, match="workers 0 and 1 read the same first 8 samples"):
+        next(iter(loader(lambda: iter(Whole(make=make)), workers=3, collate=list)))
+
+
+def test_what_differs_is_not_the_same() -> None:
+    class Incomparable:
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError
+
+        __hash__ = None  # type: ignore[assignment]
+
+    pairs: list[tuple[Any, Any]] = [
+        (1, 1.0),
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), torch.zeros(2).double()),
+        (torch.zeros(2), torch.tensor([0.0, 1.0])),
+        (np.zeros(2), np.ones(2)),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {"a": 2}),
+        ([1], [1, 1]),
+        ((1, 2), (1, 3)),
+        (Incomparable(), Incomparable()),
+    ]
+    for one, other in pairs:
+        assert not is_same(one, other), (one, other)
+
+
+def test_a_stream_that_divides_itself_is_left_alone() -> None:
+    made = loader(Stream(21), workers=2)
+    assert sorted(n for window in made for batch in window for n in batch["index"].tolist()) == list(
+        range(21)
+    )
+    assert windows(loader(Stream(0), workers=2)) == []
+    assert len(windows(loader(Stream(1), workers=2))) == 1
+
+
+# arguments -------------------------------------------------------------------------------------------
+
+
+class OddLength(Ragged):
+    def __len__(self) -> int:
+        return 3.5  # type: ignore[return-value]
+
+
+class OwnOrder:
+    """An order that does not tell its global batch."""
+
+    def __init__(self) -> None:
+        self._order = SampleOrder(num_samples=21, global_batch_samples=8)
+        self.epoch, self.global_batch = self._order.epoch, self._order.global_batch
+        self.next_position, self.window = self._order.next_position, self._order.window
+
+
+ORDER = SampleOrder(num_samples=21, global_batch_samples=8)
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "class": ({"dataset": Ragged}, r"the data set is the class Ragged; give an instance of it, Ragged\("),
+    "length": ({"dataset": OddLength(21)}, "a OddLength, failed with TypeError: .*float.*; let __len__"),
+    "no samples": ({"dataset": []}, "the data set has no samples"),
+    "plan": ({"plan": None}, "plan is a NoneType; give what plan_batch or"),
+    "plan of a dict": ({"plan": {"x": 1}}, "plan is a dict"),
+    "order of a list": (
+        {"order": [1, 2]},
+        "order is a list without epoch, global_batch, next_position, window",
+    ),
+    "order and shuffle": ({"order": ORDER, "shuffle": False}, "shuffle=False is of the default order"),
+    "order and items": (
+        {
+            "order": OwnOrder(),
+            "items": [1] * 21,
+            "plan": plan_token_budget(global_batch_items=20, tokens_per_micro_batch=18),
+            "lengths": lengths_of(21),
+        },
+        "items= is of the default order",
+    ),
+    "order of another size": (
+        {"order": SampleOrder(num_samples=21, global_batch_samples=16)},
+        "the order has global_batch_samples=16 and the plan global_batch_samples=8",
+    ),
+    "order of another size under a budget": (
+        {
+            "order": SampleOrder(num_samples=21, global_batch_samples=4),
+            "plan": BUDGET,
+            "lengths": lengths_of(21),
+        },
+        "the order has global_batch_samples=4 and the plan global_batch_samples=8",
+    ),
+    "order in items": (
+        {"order": ItemOrder(num_samples=3, global_batch_items=20, items=np.array([1, 2, 3]))},
+        "the order has global_batch_items=20 and the plan global_batch_items=None",
+    ),
+    "items": ({"items": [1] * 21}, "items= is for a plan of global_batch_items, .* global_batch_samples=8"),
+    "shuffle": ({"shuffle": "no"}, "shuffle is 'no'; give True or False"),
+    "lengths": (
+        {"plan": BUDGET, "lengths": [[1], [2, 3]]},
+        r"lengths is no sequence of 21 numbers \(.*\); give one whole number",
+    ),
+    "items of lists": (
+        {
+            "plan": plan_token_budget(global_batch_items=20, tokens_per_micro_batch=18),
+            "lengths": lengths_of(21),
+            "items": [[1], [2, 3]],
+        },
+        "items is no sequence of 21 numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_plain_mistakes_are_named(name: str) -> None:
+    given, words = MISTAKES[name]
+    with pytest.raises(UsageError, match=words):
+        loader(**given)
+
+
+def test_an_order_that_tells_no_size_is_taken() -> None:
+    assert windows(loader(order=OwnOrder())) == windows(loader(order=ORDER))
+
+
+# all left out ----------------------------------------------------------------------------------------
+
+
+class Typo(Ragged):
+    """Its code is wrong: no sample can be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.lenghts[index]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_gives_no_sample_is_not_skipped(workers: int) -> None:
+    made = loader(Typo(21), on_bad_sample="skip", workers=workers, num_epochs=3)
+    words = (
+        r"none of 21 samples in epoch 0 could be read, and .*: reading sample \d+ failed with Attr.*lenghts"
+    )
+    with pytest.raises(JudgeError, match=words) as caught:
+        windows(made)
+    assert isinstance(caught.value.__cause__, AttributeError)
+    assert made.position == 16, "the window that ends the epoch was not handed out"
+
+
+def test_many_samples_in_a_row_that_can_not_be_read_end_the_run() -> None:
+    plan = plan_batch(global_batch_samples=250, micro_batch_samples=250)
+    made = loader(Bad(5000, range(100, 5000)), plan=plan, on_bad_sample="skip", shuffle=False)
+    with pytest.raises(JudgeError, match=r"1000 samples in a row could not be read, .* number 1249"):
+        windows(made)
+    windows(loader(Bad(2000, range(1000, 1999)), plan=plan, on_bad_sample="skip", shuffle=False))
+
+
+def test_a_replica_whose_share_is_bad_goes_on() -> None:
+    plan = plan_batch(global_batch_samples=2, micro_batch_samples=1, ranks=2)
+    made = loader(Bad(2, [1]), plan=plan, replica=1, on_bad_sample="skip", shuffle=False, num_epochs=3)
+    assert [window[2] for window in windows(made)] == [(1,)] * 3
+
+
+def test_an_epoch_that_was_begun_before_is_not_judged() -> None:
+    made = loader(Typo(21), on_bad_sample="skip", position=16, num_epochs=2)
+    with pytest.raises(JudgeError, match="samples in epoch 1 could be read"):
+        windows(made)
+    assert made.position == 37
+
+
+def test_what_could_be_read_the_second_time_has_no_cause() -> None:
+    class Flaky(Ragged):
+        broken = True
+
+        def __getitem__(self, index: int) -> Any:
+            if self.broken:
+                raise OSError("gone")
+            return super().__getitem__(index)
+
+    flaky = Flaky(21)
+    unread = Unread(samples=flaky, seed=0, any_read=False, in_a_row=999)
+    flaky.broken = False
+    with pytest.raises(
+        JudgeError, match=r"1000 samples in a row could not be read, .* leave out all; mend"
+    ) as caught:
+        unread.see(WindowBatches([], sample_ids=(), left_out=(3,)), ends_epoch=False)
+    assert caught.value.__cause__ is None

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import UsageError
 from wholebatch.layout import whole_number
+from wholebatch.loading.checks import check_data_set, check_order, check_unused, num_samples_of
 from wholebatch.loading.lengths import CutShort, PackAlone, checked_numbers, refuse_too_long
 from wholebatch.loading.padding import PadCollate, PadLikeFirst
 from wholebatch.loading.parts import Parts, order_of, share_of
@@ -51,6 +52,8 @@ def source_of(given: Arguments) -> MapSource | StreamSource:
         PlanError: a sample that is longer than the plan allows, or has more items than an update may.
     """
     plan = given.plan
+    check_data_set(given.dataset, given.workers)
+    check_unused(plan, shuffle=given.shuffle, items=given.items)
     if isinstance(plan, BudgetPlan):
         _check_budget(given, plan)
     if _is_stream(given.dataset):
@@ -99,9 +102,9 @@ def _check_budget(given: Arguments, plan: BudgetPlan) -> None:
 
 def _map_source(given: Arguments) -> MapSource:
     plan, samples = given.plan, given.dataset
-    num_samples = len(samples)
-    if num_samples == 0:
-        raise UsageError("the data set has no samples")
+    num_samples = num_samples_of(samples)
+    if given.order is not None:
+        check_order(given.order, plan, shuffle=given.shuffle, items=given.items)
     lengths: NDArray[Any] | None = None
     if given.lengths is not None and not callable(given.lengths):
         lengths = checked_numbers("lengths", given.lengths, num_samples)

@@ -26,7 +26,13 @@ def checked_numbers(name: str, numbers: Any, num_samples: int) -> NDArray[np.int
     Raises:
         UsageError: they are something else; says what.
     """
-    found = np.asarray(numbers)
+    try:
+        found = np.asarray(numbers)
+    except ValueError as error:  # of lists of different lengths
+        raise UsageError(
+            f"{name} is no sequence of {num_samples} numbers ({error}); give one whole number for each "
+            f"sample, in the order of their ids"
+        ) from error
     if found.shape != (num_samples,):
         raise UsageError(
             f"{name} has shape {list(found.shape)}, and the data set has {num_samples} samples; give one "

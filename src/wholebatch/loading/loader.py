@@ -11,6 +11,7 @@ from wholebatch.errors import UsageError
 from wholebatch.layout import one_of, whole_number
 from wholebatch.loading.arguments import Arguments, cut_short_of, replica_of, source_of
 from wholebatch.loading.batches import WindowBatches, check_pinning, pinned
+from wholebatch.loading.checks import check_plan, check_state
 from wholebatch.loading.sources import MapSource, StreamSource
 from wholebatch.order import Order
 
@@ -82,6 +83,7 @@ class WindowLoader:
         on_bad_sample: OnBadSample = "raise",
         pin_memory: bool = False,
     ) -> None:
+        check_plan(plan)
         check_pinning(pin_memory)
         one_of("on_bad_sample", on_bad_sample, get_args(OnBadSample))
         if num_epochs is not None:
@@ -133,7 +135,7 @@ class WindowLoader:
     def __iter__(self) -> Iterator[WindowBatches]:
         """Begin where the loader stands; a loop that was left early is over."""
         self._stop()
-        if self._ended_here:
+        if self._ended_here or self._source.is_at_end(self._place):
             raise UsageError(
                 f"this loader has come to the end of its data, at position {self.position}; for more "
                 f"passes give it num_epochs=..., for another pass over a stream make a new one"
@@ -188,18 +190,13 @@ class WindowLoader:
         Raises:
             UsageError: the state is none of a loader, or other samples would come than then.
         """
-        if set(state) != {"source", "samples_left_out"} or ("cursor" in state["source"]) != isinstance(
-            self._source, StreamSource
-        ):
-            raise UsageError(
-                f"this is no state of a loader of {'a stream' if self._is_stream else 'samples by index'}: "
-                f"{sorted(state)}"
-            )
+        check_state(state, self._source.state_names, self._is_stream)
+        left_out = whole_number("samples_left_out", state["samples_left_out"], minimum=0)
         place = self._source.restore(state["source"])
         self._stop()
         self._place = place
         self._ended_here = False
-        self.samples_left_out = state["samples_left_out"]
+        self.samples_left_out = left_out
 
     @property
     def _is_stream(self) -> bool:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import UnsupportedError, UsageError
@@ -17,7 +17,9 @@ from wholebatch.loading.lengths import PackAlone
 from wholebatch.loading.padding import PadLikeFirst
 from wholebatch.loading.parts import Parts
 from wholebatch.loading.reading import Chosen, Collate, MapReader, Part, collated
-from wholebatch.loading.stream import Arrival, CopyState, Cursor, Share, StreamReader, arrivals
+from wholebatch.loading.stream import Arrival, Block, CopyState, Cursor, Share, StreamReader, arrivals
+from wholebatch.loading.twins import refusing_twins
+from wholebatch.loading.unread import Unread
 from wholebatch.order import format_digest, sample_digest
 from wholebatch.replay import random_state_kept
 
@@ -39,10 +41,17 @@ class MapSource:
     reader: MapReader
     workers: int
 
+    state_names: ClassVar = ("position", "num_samples", "seed", "next_global_batch")
+
     def begin(self, position: int) -> int:
         """A place to begin at: the position itself."""
         self.parts.order.next_position(position)
         return position
+
+    def is_at_end(self, position: int) -> bool:
+        """Whether no window is left."""
+        last = self.parts.num_epochs
+        return last is not None and self.parts.order.epoch(position) >= last
 
     def check_begun(self, position: int) -> None:
         """Any position can be begun at again."""
@@ -60,6 +69,7 @@ class MapSource:
             ahead=max(2, -(-len(first) // max(1, self.workers))),
             seed=self.reader.seed + position,
         )
+        unread = Unread(samples=self.parts.samples, seed=self.reader.seed, any_read=position > 0)
         with closing(made):
             batches: list[Any] = []
             sample_ids: list[int] = []
@@ -78,6 +88,7 @@ class MapSource:
                         epoch=part.epoch,
                     )
                     batches, sample_ids, left_out = [], [], []
+                    unread.see(window, ends_epoch=self.parts.order.epoch(part.next_position) > part.epoch)
                     yield window, part.next_position
 
     def save(self, position: int) -> dict[str, Any]:
@@ -138,6 +149,8 @@ class StreamSource:
     workers: int
     pack: PackAlone | None = None
 
+    state_names: ClassVar = ("cursor", "seed", "replicas", "replica", "copies", "block_samples")
+
     def begin(self, position: int) -> Cursor:
         """The place at the begin of the stream."""
         if position:
@@ -146,6 +159,10 @@ class StreamSource:
                 f"load_state_dict"
             )
         return Cursor(copies=(CopyState(),) * max(1, self.workers))
+
+    def is_at_end(self, cursor: Cursor) -> bool:
+        """Whether every copy has ended, and no other replica can have more, for which this one waits."""
+        return self.plan.replicas == 1 and all(one.ended for one in cursor.copies)
 
     def check_begun(self, cursor: Cursor) -> None:
         """Refuse a place of a stream that was begun, where nobody can take back what was read of it.
@@ -175,7 +192,10 @@ class StreamSource:
             seed=self.seed + self.share.of.replica,
         )
         with closing(made):
-            found = arrivals(made, cursor)
+            blocks: Iterator[Block] = made
+            if self.workers > 1 and not cursor.copies[0].samples and not cursor.used:
+                blocks = refusing_twins(made, self.workers)
+            found = arrivals(blocks, cursor)
             for window in self.share.windows(found):
                 first = window[0].after.samples - 1
                 yield self._collated(window, first), window[-1].after
@@ -249,5 +269,10 @@ class StreamSource:
                     f"now, so that other samples would come; give the loader the replica, replicas, seed, "
                     f"global batch and workers that it had"
                 )
-        cursor = dict(state["cursor"])
-        return Cursor(**cursor | {"copies": tuple(CopyState(**one) for one in cursor["copies"])})
+        try:
+            return Cursor.of_dict(state["cursor"])
+        except (TypeError, KeyError, ValueError) as error:
+            raise UsageError(
+                f"the cursor of the state is none that a loader saved ({type(error).__name__}: {error}); "
+                f"give what state_dict() returned"
+            ) from error

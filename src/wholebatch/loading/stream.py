@@ -8,7 +8,7 @@ at any sample: from the state before its block, and with the samples of it that 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -71,6 +71,11 @@ class Cursor:
     used: int = 0
     samples: int = 0
     tells_state: bool = True
+
+    @classmethod
+    def of_dict(cls, saved: Mapping[str, Any]) -> Cursor:
+        """The place that `as_dict` told."""
+        return cls(**{**saved, "copies": tuple(CopyState(**one) for one in saved["copies"])})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, but for what the stream itself told, which is kept as it told it."""

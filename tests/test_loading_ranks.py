@@ -227,6 +227,7 @@ def over_killed(rank: int, ranks: int, folder: str, what: str, start: str) -> di
 
     class Killing:
         yields_windows = True
+        stand, replica = loader.stand, loader.replica
 
         def __iter__(self) -> Iterator[Any]:
             for number, window in enumerate(loader):

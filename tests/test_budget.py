@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from wholebatch.budget import plan_token_budget
@@ -68,6 +69,33 @@ def test_what_is_not_the_same_for_all_is_none() -> None:
     assert told["replicas"] == 2
 
 
+def test_a_sample_that_is_refused_is_named_by_its_id() -> None:
+    plan = plan_token_budget(global_batch_samples=8, tokens_per_micro_batch=10)
+    ids = [70, 12, 33]
+    with pytest.raises(
+        PlanError, match=r"^sample 12 has 15 tokens: over tokens_per_micro_batch=10, .* to 15"
+    ):
+        plan.pack([3, 15, 4], ids=ids)
+    with pytest.raises(
+        PlanError, match=r"^sample 33 has 0 tokens, and a sample needs at least 1; leave it"
+    ):
+        plan.pack([3, 1, 0], ids=np.array(ids))
+    with pytest.raises(
+        PlanError, match=r"^sample 1 has 15 tokens: over tokens_per_micro_batch=10, .*=15; or"
+    ):
+        plan.pack([3, 15, 4])
+    with pytest.raises(PlanError, match=r"^there are 2 lengths and 3 ids; give one id for each length$"):
+        plan.pack([3, 4], ids=ids)
+    assert plan.pack([3, 4, 2], ids=ids) == plan.pack([3, 4, 2])
+    alone = plan_token_budget(
+        global_batch_samples=8, tokens_per_micro_batch=10, too_long="alone", tokens_alone=12
+    )
+    with pytest.raises(
+        PlanError, match=r"^sample 12 has 15 tokens: over tokens_alone=12, the bound .*batch=10"
+    ):
+        alone.pack([3, 15, 4], ids=ids)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -82,18 +110,22 @@ def test_what_is_not_the_same_for_all_is_none() -> None:
             "global_batch_samples 3 over replicas 4 leaves 1 of them without a sample in every update; use "
             "at most 3 replicas",
         ),
-        ({"global_batch_samples": 8, "too_long": "alone"}, "too_long='alone' needs tokens_alone"),
+        (
+            {"global_batch_samples": 8, "too_long": "alone"},
+            "over tokens_per_micro_batch=64; say how far with tokens_alone",
+        ),
         (
             {"global_batch_samples": 8, "too_long": "alone", "tokens_alone": 64},
-            "tokens_alone=64 is no larger than tokens_per_micro_batch=64; raise it",
+            "tokens_alone=64 is not over tokens_per_micro_batch=64, so no sample would be alone; raise it",
         ),
         (
             {"global_batch_samples": 8, "tokens_alone": 100},
-            "tokens_alone=100 is the bound for too_long='alone', and too_long is 'refuse'",
+            "tokens_alone=100 is for samples that get a micro-batch of their own, and too_long='refuse'",
         ),
         ({"global_batch_samples": 8, "rows": "ragged"}, "rows='ragged' is not known"),
         ({"global_batch_samples": 8, "tail": "pad"}, "tail='pad' is not known"),
         ({"global_batch_samples": 8, "too_long": "drop"}, "too_long='drop' is not known"),
+        ({"global_batch_samples": 8, "cost": {"per_position": 1}}, "cost is a dict; give a CostModel"),
         ({"global_batch_samples": 8.0}, "global_batch_samples=8.0 is a float"),
         ({"global_batch_samples": 8, "tokens_per_micro_batch": 0}, "tokens_per_micro_batch=0 is too small"),
     ],

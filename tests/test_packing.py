@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import re
 import time
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
 from wholebatch.errors import PlanError
-from wholebatch.packing import CostModel, Packing, pack, padded
+from wholebatch.packing import Called, CostModel, Packing, pack, padded
 from wholebatch.packing.balance import deal
 from wholebatch.packing.cost import in_whole_numbers
 from wholebatch.packing.padded import fewest_cuts, most_samples, move_cuts, spread_cuts
+from wholebatch.packing.wanted import round_up
 
 
 def positions_of(lengths: list[int], rows: str) -> int:
@@ -345,6 +348,78 @@ def test_lengths_of_any_kind_of_whole_number():
     assert pack(tuple(lengths), np.int64(9), 2) == expected
 
 
+# Extremes
+
+
+def random_extreme(rng: np.random.Generator) -> tuple[list[int], dict[str, Any]]:
+    """A case with costs, lengths or a budget as far apart as they may be."""
+    lengths, asked = random_case(rng)
+    if lengths and rng.random() < 0.5:
+        lengths[int(rng.integers(len(lengths)))] = int(rng.choice([2**20, 2**31, 2**53]))
+        asked["budget"] = max(lengths)
+        asked["too_long"], asked["budget_alone"] = "refuse", None
+    elif asked["too_long"] == "refuse" and rng.random() < 0.5:
+        asked["budget"] = 2**53
+    tiny, large = float(rng.choice([1e-100, 1e-30, 1e-18, 1e-17])), float(rng.choice([1, 1e18, 1e100]))
+    asked["cost"] = CostModel(
+        per_micro_batch=[None, 0, 1.0, tiny, large, 1e120][rng.integers(6)],
+        per_position=float(rng.choice([tiny, 1, large])),
+        per_position_and_length=float(rng.choice([0, tiny, 1, large])),
+    )
+    return lengths, asked
+
+
+def test_costs_and_lengths_far_apart_are_packed():
+    rng = np.random.default_rng(11)
+    for _ in range(400):
+        lengths, asked = random_extreme(rng)
+        packing = pack(lengths, **asked)
+        assert not complaints(packing, lengths, asked, asked["cost"]), (lengths, asked, packing)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "replicas", "model"),
+    [
+        ([2**53] + [1] * 200, 2**53, 3, CostModel()),
+        ([2**31, 5, 3], 2**31, 2, CostModel(per_position_and_length=1)),
+        ([5, 3, 900], 1000, 2, CostModel(per_position=1e-18, per_micro_batch=1.0)),
+        ([5, 3, 900, 2, 800, 20, 33] * 5, 1000, 2, CostModel(per_position=1e-17, per_micro_batch=1.0)),
+        ([5, 3, 900, 2, 800, 20, 33] * 5, 1000, 2, CostModel(per_position=1e-30, per_micro_batch=1.0)),
+    ],
+)
+def test_costs_that_are_next_to_nothing_beside_the_rest(lengths, budget, replicas, model):
+    """Each counts as one unit; with 0 there was nothing to choose by, and cuts that never ended."""
+    asked = WHOLE | {"replicas": replicas}
+    packing = pack(lengths, budget, replicas, cost=model)
+    assert not complaints(packing, lengths, asked, model)
+    assert packing.micro_batches <= packing.lower_bound + 1
+    samples = in_whole_numbers(np.sort(lengths)[::-1].astype(np.int64), budget, model, replicas)
+    assert samples.costs.min() >= 1
+    assert samples.costs.max() * len(lengths) < 2**60
+
+
+def test_costs_fall_with_the_length_and_never_to_nothing():
+    """Of one long and many short samples, the short ones' costs are told apart where they can be."""
+    lengths = np.array([2**40, 1000, 999, 2, 1], dtype=np.int64)
+    costs = in_whole_numbers(lengths, 2**40, CostModel(per_micro_batch=0), 1).costs
+    assert costs.tolist() == [length << 16 for length in lengths.tolist()]
+    steep = CostModel(per_micro_batch=0, per_position_and_length=1)
+    assert in_whole_numbers(lengths, 2**40, steep, 1).costs.tolist()[1:] == [1, 1, 1, 1]
+
+
+def test_tokens_are_summed_up_to_the_bound():
+    for rows in ("padded", "packed"):
+        packing = pack([2**53] * 128, 2**53, 2, rows=rows)
+        assert (packing.tokens, packing.micro_batches) == (2**60, 128)
+    words = (
+        "the 129 samples have 1161928703861587968 tokens together, more than the 2.*60 = 115292150460684"
+    )
+    with pytest.raises(PlanError, match=words):
+        pack([2**53] * 129, 2**53, 2)
+    # What is cut off does not count.
+    assert pack([2**53] * 129, 2, too_long="truncate").tokens == 258
+
+
 # Numbers of micro-batches
 
 
@@ -356,6 +431,54 @@ def test_fewer_samples_than_micro_batches():
     assert free.replicas == (((0,),), ((1,),), ())
     assert free.costs == (3 + 10 / 32, 2 + 10 / 32, 0)
     assert free.imbalance == pytest.approx(3 * 3.3125 / 5.625)
+
+
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+def test_many_empty_micro_batches_take_no_time(rows):
+    before = time.process_time()
+    one = pack([3] * 100, 30, rows=rows, micro_batches_multiple=10**6)
+    assert (len(one.replicas[0]), sum(map(bool, one.replicas[0]))) == (10**6, 100)
+    many = pack([3, 2], 30, 10**5, rows=rows, equal_micro_batches=True, micro_batches_multiple=3)
+    assert many.replicas == (((0,), (), ()), ((1,), (), ()), *[((), (), ())] * 99_998)
+    base = 30 / 32
+    assert many.costs == (3 + 3 * base, 2 + 3 * base, *[3 * base] * 99_998)
+    assert pack([3, 2], 30, 10**5, rows=rows).costs[2:] == (0,) * 99_998
+    assert time.process_time() - before < 3
+
+
+def test_more_micro_batches_than_a_list_should_have_are_refused():
+    message = (
+        r"^replicas=1099511627776 x micro_batches_multiple=2 are 2199023255552 micro-batches, more than "
+        r"the 10000000 that a packing may list; use fewer replicas, or a smaller multiple$"
+    )
+    with pytest.raises(PlanError, match=message):
+        pack([3], 10, 2**40, micro_batches_multiple=2)
+    with pytest.raises(PlanError, match="replicas=1 x micro_batches_multiple=10000001 are"):
+        pack([3], 10, micro_batches_multiple=10**7 + 1)
+
+
+def test_the_widest_are_cut_first_and_then_the_first_of_them():
+    assert round_up([range(5), range(5, 10), range(10, 12)], 5) == [
+        range(3),
+        range(3, 5),
+        range(5, 8),
+        range(8, 10),
+        range(10, 12),
+    ]
+    assert round_up([[0, 4, 5], [1, 2, 3]], 9) == [[0], [4], [5], [1], [2], [3]]
+    assert round_up([[0, 4], [1]], 1) == [[0, 4], [1]]
+    assert round_up([], 3) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+def test_thousands_of_replicas_take_seconds(rows):
+    """An exchange or move that looked at all replicas made 4,096 of them take five seconds."""
+    lengths = np.exp(np.random.default_rng(0).normal(np.log(665), 1.0, 81_920))
+    before = time.process_time()
+    packing = pack(np.clip(lengths, 1, 4096).astype(int), 8192, 8192, rows=rows)
+    assert time.process_time() - before < 10
+    assert packing.imbalance < 1.06
 
 
 def test_no_samples():
@@ -377,8 +500,8 @@ def test_one_very_long_sample_leaves_the_rest_to_the_others():
 
 def test_too_long_is_refused_with_the_choices():
     message = (
-        r"^sample 1 has 12 tokens, and 1 other is too long as well: over the budget of 10 positions in a "
-        r"micro-batch. Raise the budget, to 15 for all of them; cut samples to it with "
+        r"^sample 1 has 12 tokens, and 1 other is too long as well: over budget=10, the positions of a "
+        r"micro-batch at most. Raise it, to 15 for all of them; cut samples to it with "
         r"too_long='truncate'; let a micro-batch of one sample be larger with too_long='alone' and "
         r"budget_alone=15; or leave them out$"
     )
@@ -386,7 +509,7 @@ def test_too_long_is_refused_with_the_choices():
         pack([3, 12, 15], 10)
     with pytest.raises(PlanError, match="and 2 others are too long as well"):
         pack([11, 12, 15], 10)
-    with pytest.raises(PlanError, match=r"^sample 0 has 11 tokens: over the budget of 10"):
+    with pytest.raises(PlanError, match=r"^sample 0 has 11 tokens: over budget=10, the"):
         pack([11], 10, rows="packed")
 
 
@@ -405,16 +528,37 @@ def test_too_long_is_alone_or_cut(rows):
 def test_alone_has_a_bound_too():
     message = (
         "^sample 1 has 12 tokens: over budget_alone=11, the bound for a sample that is alone. Raise it, to "
-        "12 for all of them; cut samples to the budget of 10 with too_long='truncate'; or leave them out$"
+        "12 for all of them; cut samples to budget=10 with too_long='truncate'; or leave them out$"
     )
     with pytest.raises(PlanError, match=message):
         pack([3, 12], 10, too_long="alone", budget_alone=11)
-    with pytest.raises(PlanError, match="over the budget of 10; say how far with budget_alone"):
+    with pytest.raises(PlanError, match="over budget=10; say how far with budget_alone"):
         pack([3, 12], 10, too_long="alone")
-    with pytest.raises(PlanError, match="budget_alone=10 is not over the budget of 10, so no sample"):
+    with pytest.raises(PlanError, match="budget_alone=10 is not over budget=10, so no sample"):
         pack([3], 10, too_long="alone", budget_alone=10)
     with pytest.raises(PlanError, match=r"budget_alone=12 is for samples .* and too_long='truncate'; set"):
         pack([3], 10, too_long="truncate", budget_alone=12)
+
+
+def test_samples_are_called_what_the_caller_calls_them():
+    called = Called(budget="tokens", budget_alone="tokens_alone", samples=["a", "b", "c"])
+    for lengths, words in (
+        (
+            [3, 12, 4],
+            "^sample b has 12 tokens: over tokens=10, .* too_long='alone' and tokens_alone=12; or",
+        ),
+        ([3, 0, 4], "^sample b has 0 tokens, and a sample needs at least 1"),
+        ([3, 4, 2**53 + 1], "^sample c has 9007199254740993 tokens, more than"),
+        ([3, 4], "^there are 2 lengths and 3 ids; give one id for each length"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            pack(lengths, 10, called=called)
+    with pytest.raises(
+        PlanError, match=r"^sample b has 12 tokens: over tokens_alone=11, .* to tokens=10 with"
+    ):
+        pack([3, 12, 4], 10, too_long="alone", budget_alone=11, called=called)
+    with pytest.raises(PlanError, match=r"^tokens=0 is too small"):
+        pack([3, 12, 4], 0, called=called)
 
 
 # Usage
@@ -427,7 +571,15 @@ def test_alone_has_a_bound_too():
         ([1, -2], {}, "sample 1 has -2 tokens"),
         ([1.0, 2.0], {}, r"lengths have the shape \(2,\) and the kind float64; give the number of tokens"),
         ([[1, 2]], {}, r"lengths have the shape \(1, 2\)"),
-        ([2**53 + 1], {}, r"lengths\[0\]=9007199254740993 is too large"),
+        ([1, 2**53 + 1], {}, "sample 1 has 9007199254740993 tokens, more than 2"),
+        ([[1, 2], [3]], {}, "lengths are rows of different sizes; give the number of tokens of each"),
+        ([2**53] * 2000, {"budget": 2**53}, "the 2000 samples have 18014398509481984000 tokens together"),
+        (
+            [1],
+            {"cost": "dear"},
+            r"cost is a str; give a CostModel, such as CostModel\(per_micro_batch=64\)",
+        ),
+        ([1], {"cost": {"per_position": 1}}, "cost is a dict; give a CostModel"),
         ([1], {"budget": 0}, "budget=0 is too small"),
         ([1], {"replicas": 0}, "replicas=0 is too small"),
         ([1], {"micro_batches_multiple": 0}, "micro_batches_multiple=0 is too small"),
@@ -440,12 +592,60 @@ def test_wrong_arguments_are_refused(lengths, wrong, message):
         pack(lengths, **{"budget": 10, **wrong})
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), True, "1"])
-def test_coefficients_are_finite_and_not_negative(value):
+TOO_SMALL, TOO_LARGE = 5e-324, 1e305
+
+
+@pytest.mark.parametrize("name", ["per_micro_batch", "per_position", "per_position_and_length"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        -1.0,
+        float("nan"),
+        float("inf"),
+        True,
+        np.True_,
+        "1",
+        1j,
+        [1],
+        TOO_SMALL,
+        TOO_LARGE,
+        np.float32("inf"),
+    ],
+)
+def test_coefficients_are_real_numbers_in_a_range(name, value):
+    power = 120 if name == "per_micro_batch" else 100
+    words = f"{name}={value!r} of the cost model; give 0, or a real number from 1e-{power} to 1e{power}"
+    with pytest.raises(PlanError, match=re.escape(words)):
+        CostModel(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**5000), Fraction(10**400)], ids=["int", "long", "fraction"]
+)
+def test_a_coefficient_beyond_any_float_is_refused(value):
+    with pytest.raises(PlanError, match="per_position=a number beyond any float of the cost model; give 0"):
+        CostModel(per_position=value)
+
+
+@pytest.mark.parametrize("value", [2, np.float32(2), np.int64(2), np.float64(2), Fraction(2)])
+def test_coefficients_are_of_any_kind_of_real_number(value):
+    model = CostModel(per_micro_batch=value, per_position=value, per_position_and_length=value)
+    assert model == CostModel(per_micro_batch=2.0, per_position=2.0, per_position_and_length=2.0)
+    assert [type(model.per_micro_batch), type(model.per_position)] == [float, float]
+    assert math.copysign(1, CostModel(per_micro_batch=-0.0).per_micro_batch or 0.0) == 1
+
+
+def test_a_cost_that_is_not_known_is_not_taken_for_none():
+    """A packing takes 1/32 of the budget, and the model itself would say 0."""
     with pytest.raises(
-        PlanError, match=r"per_position_and_length=.* of the cost model; give a finite number"
+        PlanError, match=r"per_micro_batch=None .*; give it, or take the model that under\(b"
     ):
-        CostModel(per_position_and_length=value)
+        CostModel().cost(1, 64, 0)
+    packing = pack([64], 64)
+    assert packing.costs == (CostModel().under(64).cost(1, 64, 0),) == (66.0,)
+    # The largest that a position may cost, and the largest budget, still make a model.
+    for per_position in (1e-100, 1e100):
+        assert len(pack([3, 2], 2**53, cost=CostModel(per_position=per_position)).costs) == 1
 
 
 def test_positions_cost_something():

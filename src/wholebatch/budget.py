@@ -10,13 +10,27 @@ update. ``plan.py`` is for micro-batches of m samples each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
+
+from numpy.typing import NDArray
 
 from wholebatch.errors import PlanError
 from wholebatch.layout import Layout, one_of, set_whole_numbers, whole_number
-from wholebatch.packing import CostModel, Packing, Rows, TooLong, pack
+from wholebatch.packing import (
+    Called,
+    CostModel,
+    Packing,
+    Rows,
+    TooLong,
+    checked_bound,
+    checked_cost,
+    pack,
+)
 from wholebatch.plan import BatchPlan, Tail
+
+# The packer's names for the bounds are not those of a plan.
+_CALLED = Called(budget="tokens_per_micro_batch", budget_alone="tokens_alone")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +74,9 @@ class BudgetPlan:
                 set_whole_numbers(self, name)
         one_of("rows", self.rows, get_args(Rows))
         one_of("tail", self.tail, get_args(Tail))
-        one_of("too_long", self.too_long, get_args(TooLong))
         self._check_global_batch()
-        self._check_too_long()
+        checked_bound(self.tokens_per_micro_batch, self.too_long, self.tokens_alone, _CALLED)
+        checked_cost(self.cost)
 
     def _check_global_batch(self) -> None:
         samples, items = self.global_batch_samples, self.global_batch_items
@@ -86,22 +100,6 @@ class BudgetPlan:
                 f"{samples} replicas, or a larger global batch"
             )
 
-    def _check_too_long(self) -> None:
-        alone, budget = self.tokens_alone, self.tokens_per_micro_batch
-        if self.too_long == "alone":
-            if alone is None:
-                raise PlanError("too_long='alone' needs tokens_alone, the bound for a sample that is alone")
-            if alone <= budget:
-                raise PlanError(
-                    f"tokens_alone={alone} is no larger than tokens_per_micro_batch={budget}; raise it, or "
-                    f"use too_long='refuse'"
-                )
-        elif alone is not None:
-            raise PlanError(
-                f"tokens_alone={alone} is the bound for too_long='alone', and too_long is "
-                f"{self.too_long!r}; leave one of them out"
-            )
-
     @property
     def replicas(self) -> int:
         """D, the replicas of the layout."""
@@ -122,18 +120,26 @@ class BudgetPlan:
         """Not the same for all samples."""
         return None
 
-    def pack(self, lengths: Sequence[int], *, replicas: int | None = None) -> Packing:
+    def pack(
+        self,
+        lengths: Sequence[int] | NDArray[Any],
+        *,
+        replicas: int | None = None,
+        ids: Sequence[object] | NDArray[Any] | None = None,
+    ) -> Packing:
         """Cut the samples of one global batch into micro-batches for all replicas.
 
         Args:
             lengths: tokens of each of its samples; shape (samples,).
             replicas: to cut for; by default all, 1 for samples of a replica that the others do not know.
+            ids: of the samples in the data set, to name one by where it is refused; shape (samples,). By
+                default it is named by its place in ``lengths``.
 
         Returns:
             For every replica its micro-batches, as indices into ``lengths``; see `packing.pack`.
 
         Raises:
-            PlanError: as `packing.pack`.
+            PlanError: as `packing.pack`; names the sample by its id.
         """
         return pack(
             lengths,
@@ -145,6 +151,7 @@ class BudgetPlan:
             too_long=self.too_long,
             budget_alone=self.tokens_alone,
             cost=self.cost,
+            called=_CALLED if ids is None else replace(_CALLED, samples=list(ids)),
         )
 
     def to_dict(self) -> dict[str, Any]:

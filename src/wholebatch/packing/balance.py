@@ -20,6 +20,29 @@ _EXCHANGES, _EXCHANGES_PER_REPLICA = 64, 8
 Entry = tuple[int, int]  # cost and index, so that sorting breaks ties by index
 
 
+class Loads:
+    """What each replica costs so far, in order, so that a change needs no look at all of them."""
+
+    def __init__(self, loads: Sequence[int]) -> None:
+        self.of = list(loads)
+        self._ordered = sorted((load, replica) for replica, load in enumerate(loads))
+
+    def slowest(self) -> int:
+        """Return the replica with the most, of equal ones the first."""
+        most = self._ordered[-1][0]
+        return self._ordered[bisect_left(self._ordered, (most, -1))][1]
+
+    def fastest(self, how_many: int) -> list[int]:
+        """Return the replicas with the least, of equal ones the first ones first."""
+        return [replica for _, replica in self._ordered[:how_many]]
+
+    def add(self, replica: int, cost: int) -> None:
+        """Add a cost, which may be negative, to what a replica has."""
+        del self._ordered[bisect_left(self._ordered, (self.of[replica], replica))]
+        self.of[replica] += cost
+        insort(self._ordered, (self.of[replica], replica))
+
+
 def deal(costs: Sequence[int], replicas: int, most: int | None = None) -> list[list[int]]:
     """Return the indices that each replica gets, its summed cost as even as the search makes it.
 
@@ -48,22 +71,22 @@ def deal(costs: Sequence[int], replicas: int, most: int | None = None) -> list[l
 
 def even_out(shares: list[list[Entry]], most: int | None = None) -> None:
     """Let the slowest replica exchange with the fastest ones while its cost falls, in place."""
-    loads = [sum(cost for cost, _ in share) for share in shares]
-    bound = -(-sum(loads) // len(loads))
+    loads = Loads([sum(cost for cost, _ in share) for share in shares])
+    bound = -(-sum(loads.of) // len(loads.of))
     for _ in range(_EXCHANGES + _EXCHANGES_PER_REPLICA * len(shares)):
-        order = sorted(range(len(shares)), key=lambda each: (loads[each], each))
-        slow = max(range(len(shares)), key=lambda each: (loads[each], -each))
-        if loads[slow] <= bound:
+        slow = loads.slowest()
+        if loads.of[slow] <= bound:
             return
-        for fast in order[:_PARTNERS]:
+        for fast in loads.fastest(_PARTNERS):
             room = most is None or len(shares[fast]) < most
-            found = _best_exchange(shares[slow], shares[fast], loads[slow] - loads[fast], room=room)
+            gap = loads.of[slow] - loads.of[fast]
+            found = _best_exchange(shares[slow], shares[fast], gap, room=room)
             if found is not None:
                 given, taken = found
                 _exchange(shares[slow], shares[fast], given, taken)
                 moved = given[0] - (taken[0] if taken else 0)
-                loads[slow] -= moved
-                loads[fast] += moved
+                loads.add(slow, -moved)
+                loads.add(fast, moved)
                 break
         else:
             return

@@ -8,7 +8,8 @@ In packed rows the last term is the sum of length^2 over the samples, for attent
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +22,13 @@ Whole = NDArray[np.int64]
 # and an int64 holds any two of them.
 LARGEST_COST = 2**60
 
-
 # Where the true cost is between 1/128 and 1/16 of a full micro-batch's positions, packing by this one costs
 # within 5% of packing by the true one, on 64 and 256 samples of the draws of benchmarks/packing.py.
 _PARTS_OF_FULL = 32
+
+# What a coefficient may be beside 0: no product with positions and lengths leaves the range of a double.
+# That of a micro-batch may be more, for it may be made of a position's and a budget.
+_POWER, _POWER_PER_MICRO_BATCH = 100, 120
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,14 +38,14 @@ class CostModel:
     Only ratios matter to a packing: any unit will do, such as seconds measured on the model.
 
     Args:
-        per_micro_batch: cost of a micro-batch whatever is in it. None where it is not known: then it is
-            taken for 1/32 of what the positions of a full one cost.
-        per_position: cost of a position, padding included.
+        per_micro_batch: cost of a micro-batch whatever is in it, 0 or from 1e-120 to 1e120. None where it
+            is not known: then a packing takes 1/32 of what the positions of a full one cost, see `under`.
+        per_position: cost of a position, padding included; 0 or from 1e-100 to 1e100.
         per_position_and_length: cost of a position for each position of the longest sample (padded) or
-            of its own sample (packed): attention.
+            of its own sample (packed): attention; 0 or from 1e-100 to 1e100.
 
     Raises:
-        PlanError: a coefficient is negative or not finite, or positions cost nothing.
+        PlanError: a coefficient is no real number or not in its range, or positions cost nothing.
     """
 
     per_micro_batch: float | None = None
@@ -49,12 +53,10 @@ class CostModel:
     per_position_and_length: float = 0.0
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is None and each.name == "per_micro_batch":
-                continue
-            if not isinstance(value, int | float) or isinstance(value, bool) or not (0 <= value < math.inf):
-                raise PlanError(f"{each.name}={value!r} of the cost model; give a finite number, 0 or more")
+        if self.per_micro_batch is not None:
+            _set_coefficient(self, "per_micro_batch", _POWER_PER_MICRO_BATCH)
+        _set_coefficient(self, "per_position", _POWER)
+        _set_coefficient(self, "per_position_and_length", _POWER)
         if not self.per_position and not self.per_position_and_length:
             raise PlanError(
                 "per_position=0 and per_position_and_length=0 of the cost model: then no packing is better "
@@ -68,12 +70,51 @@ class CostModel:
         return replace(self, per_micro_batch=self.per_position * budget / _PARTS_OF_FULL)
 
     def cost(self, micro_batches: int, positions: int, positions_and_lengths: int) -> float:
-        """Return the cost of some micro-batches from their summed positions and positions x length."""
+        """Return the cost of some micro-batches from their summed positions and positions x length.
+
+        Raises:
+            PlanError: what a micro-batch costs by itself is not known; see `under`.
+        """
+        if self.per_micro_batch is None:
+            raise PlanError(
+                "per_micro_batch=None of the cost model is known under a budget only; give it, or take the "
+                "model that under(budget) returns"
+            )
         return (
-            (self.per_micro_batch or 0.0) * micro_batches
+            self.per_micro_batch * micro_batches
             + self.per_position * positions
             + self.per_position_and_length * positions_and_lengths
         )
+
+
+def _set_coefficient(model: CostModel, name: str, power: int) -> None:
+    """Check a coefficient and store it as a plain float."""
+    value = getattr(model, name)
+    number, told = math.inf, ""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            told = "a number beyond any float"  # which can have too many digits to be printed
+    if number != 0 and not 10.0**-power <= number <= 10.0**power:
+        raise PlanError(
+            f"{name}={told or repr(value)} of the cost model; give 0, or a real number from 1e-{power} to "
+            f"1e{power}: only ratios matter, so another unit will do"
+        )
+    object.__setattr__(model, name, abs(number))  # 0 may have a sign
+
+
+def checked_cost(cost: object) -> CostModel:
+    """Return the cost model that was given.
+
+    Raises:
+        PlanError: it is something else.
+    """
+    if not isinstance(cost, CostModel):
+        raise PlanError(
+            f"cost is a {type(cost).__name__}; give a CostModel, such as CostModel(per_micro_batch=64)"
+        )
+    return cost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +123,8 @@ class Samples:
 
     Args:
         lengths: tokens of each, longest first.
-        costs: of a row as long as the sample: the padded cost of a position row, or its share packed.
+        costs: of a row as long as the sample, at least 1: the padded cost of a position row, or its share
+            packed.
         base: cost of a micro-batch whatever is in it.
         budget: positions of a micro-batch at most; a longer sample is alone.
     """
@@ -96,16 +138,22 @@ class Samples:
 def in_whole_numbers(lengths: Whole, budget: int, model: CostModel, micro_batches: int) -> Samples:
     """Return the samples, longest first, with costs in a unit small enough and large enough.
 
-    The unit is a power of two, so that costs of whole coefficients are exact and all others are right
-    to about 2^-53 of the whole. ``micro_batches`` is how many there may be beside one for each sample.
+    The unit is a power of two, so that costs of whole coefficients are exact where they are whole in it;
+    all others are right to 2^-51 of themselves, or to half a unit, which is about 2^-59 of the whole. A
+    sample that costs less than a unit costs one: a cost of 0 would be as good with any padding.
+    ``micro_batches`` is how many there may be beside one for each sample.
     """
-    longest, num_samples = int(lengths[0]), len(lengths)
-    bound = model.cost(num_samples + micro_batches, num_samples * longest, num_samples * longest**2)
+    known, num_samples = model.under(budget), len(lengths)
+    longest = int(lengths[0])
+    bound = known.cost(num_samples + micro_batches, num_samples * longest, num_samples * longest**2)
     unit = 2.0 ** (math.frexp(LARGEST_COST)[1] - 2 - math.frexp(bound)[1])
-    scaled = [round(value * unit) for value in (model.per_position, model.per_position_and_length)]
+    # Each operation is rounded by itself, alike on every machine, and none makes a longer sample cheaper.
+    tokens = lengths.astype(np.float64)
+    costs = tokens * (known.per_position * unit + known.per_position_and_length * unit * tokens)
+    assert known.per_micro_batch is not None
     return Samples(
         lengths=lengths,
-        costs=lengths * (scaled[0] + scaled[1] * lengths),
-        base=round((model.per_micro_batch or 0.0) * unit),
+        costs=np.maximum(np.rint(costs).astype(np.int64), 1),
+        base=round(known.per_micro_batch * unit),
         budget=budget,
     )

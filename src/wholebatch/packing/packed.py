@@ -94,8 +94,8 @@ def packed_candidates(samples: Samples, wanted: Wanted, fewest: int) -> Iterator
 
     shares = [sorted(share) for share in deal(costs, wanted.replicas)]
     first = candidate([best_fit(share, lengths, samples.budget) for share in shares], wanted, price)
-    has_empty = any(not group for share in first.shares for group in share)
-    if not wanted.equal or not has_empty or sum(map(len, first.shares)) > num_samples:
+    has_empty = any(len(share) < number for share, number in zip(first.shares, first.numbers, strict=True))
+    if not wanted.equal or not has_empty or sum(first.numbers) > num_samples:
         yield first
         least = max(first.rank[1] // wanted.replicas, base + costs[0])
         in_fewest = first.rank[2] <= wanted.replicas * wanted.per_replica(fewest)

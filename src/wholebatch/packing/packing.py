@@ -11,21 +11,27 @@ replica, which is the time of the update; the cost of all; the number of micro-b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wholebatch.errors import PlanError
 from wholebatch.layout import one_of, whole_number
-from wholebatch.packing.cost import CostModel, Whole, in_whole_numbers
+from wholebatch.packing.checks import (
+    Called,
+    TooLong,
+    checked_bound,
+    refuse_longer,
+    refuse_too_many,
+    whole_lengths,
+)
+from wholebatch.packing.cost import CostModel, Whole, checked_cost, in_whole_numbers
 from wholebatch.packing.packed import fewest_rows, packed_candidates
 from wholebatch.packing.padded import fewest_cuts, padded_candidates
-from wholebatch.packing.wanted import Group, Wanted
+from wholebatch.packing.wanted import Candidate, Wanted
 
 Rows = Literal["padded", "packed"]
-TooLong = Literal["refuse", "alone", "truncate"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +98,7 @@ def pack(
     too_long: TooLong = "refuse",
     budget_alone: int | None = None,
     cost: CostModel | None = None,
+    called: Called | None = None,
 ) -> Packing:
     """Cut one global batch into micro-batches under a budget, the slowest replica's cost least.
 
@@ -117,28 +124,34 @@ def pack(
         budget_alone: the larger bound for a sample that is alone.
         cost: what a micro-batch costs; without it a position costs 1, and a micro-batch by itself 1/32 of
             the budget.
+        called: what numbers and samples are called where they are refused; by default the arguments' names
+            and the index of a sample.
 
     Returns:
         The packing, with its padding, imbalance and lower bound.
 
     Raises:
         PlanError: a length or a number is not a whole positive one, a setting is not known or
-            contradicts another, or a sample doesn't fit; the message names it and the choices.
+            contradicts another, or a sample doesn't fit; the message names it and the choices. Or the
+            samples have more than 2**60 tokens, or replicas x multiple are more than 10**7.
     """
-    budget, replicas = whole_number("budget", budget), whole_number("replicas", replicas)
+    called = Called() if called is None else called
+    budget, replicas = whole_number(called.budget, budget), whole_number("replicas", replicas)
     multiple = whole_number("micro_batches_multiple", micro_batches_multiple)
     one_of("rows", rows, get_args(Rows))
-    bound = _bound(budget, too_long, budget_alone)
-    found, model = _whole_lengths(lengths), (CostModel() if cost is None else cost).under(budget)
+    bound = checked_bound(budget, too_long, budget_alone, called)
+    model = (CostModel() if cost is None else checked_cost(cost)).under(budget)
+    found = whole_lengths(lengths, called)
     over = np.flatnonzero(found > budget)
-    _refuse_longer(found, bound, budget, too_long)
+    refuse_longer(found, bound, budget, called)
     if too_long == "truncate":
         found = np.minimum(found, budget)
+    refuse_too_many(found, replicas, multiple)
     wanted = Wanted(replicas=replicas, multiple=multiple, equal=equal_micro_batches)
     # A stable order, so that samples of one length stay in the order of their index.
     order = np.argsort(-found, kind="stable")
     ordered = found[order]
-    shares, lower_bound = _search(ordered, budget, rows, wanted, model)
+    best, lower_bound = _search(ordered, budget, rows, wanted, model)
     return Packing(
         budget=budget,
         budget_alone=budget_alone,
@@ -148,108 +161,47 @@ def pack(
         lower_bound=lower_bound,
         truncated=tuple(over.tolist()) if too_long == "truncate" else (),
         alone=tuple(over.tolist()) if too_long == "alone" else (),
-        **_measured(shares, order, ordered, rows, model),
-    )
-
-
-def _bound(budget: int, too_long: TooLong, budget_alone: int | None) -> int | None:
-    """Return the length that no sample may be over, or None where they are cut."""
-    one_of("too_long", too_long, get_args(TooLong))
-    if too_long != "alone":
-        if budget_alone is not None:
-            raise PlanError(
-                f"budget_alone={budget_alone} is for samples that get a micro-batch of their own, and "
-                f"too_long={too_long!r}; set too_long='alone', or leave budget_alone out"
-            )
-        return budget if too_long == "refuse" else None
-    if budget_alone is None:
-        raise PlanError(
-            f"too_long='alone' lets a micro-batch of one sample be over the budget of {budget}; say how "
-            f"far with budget_alone"
-        )
-    alone = whole_number("budget_alone", budget_alone)
-    if alone <= budget:
-        raise PlanError(
-            f"budget_alone={alone} is not over the budget of {budget}, so no sample would be alone; "
-            f"raise it, or use too_long='refuse'"
-        )
-    return alone
-
-
-def _whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> Whole:
-    found = np.asarray(lengths)
-    if found.size == 0 and found.ndim == 1:
-        return np.zeros(0, dtype=np.int64)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise PlanError(
-            f"lengths have the shape {found.shape} and the kind {found.dtype}; give the number of tokens "
-            f"of each sample, one whole number a sample"
-        )
-    if int(found.min()) < 1:
-        first = int(np.flatnonzero(found < 1)[0])
-        raise PlanError(
-            f"sample {first} has {int(found[first])} tokens, and a sample needs at least 1; leave it out"
-        )
-    longest = int(found.argmax())
-    whole_number(f"lengths[{longest}]", int(found[longest]))
-    return found.astype(np.int64)
-
-
-def _refuse_longer(lengths: Whole, bound: int | None, budget: int, too_long: TooLong) -> None:
-    if bound is None or not (over := np.flatnonzero(lengths > bound)).size:
-        return
-    first, others = int(over[0]), over.size - 1
-    longest = int(lengths.max())
-    which = f"sample {first} has {int(lengths[first])} tokens"
-    if others:
-        which += f", and {others} other{'s are' if others > 1 else ' is'} too long as well"
-    if too_long == "alone":
-        raise PlanError(
-            f"{which}: over budget_alone={bound}, the bound for a sample that is alone. Raise it, to "
-            f"{longest} for all of them; cut samples to the budget of {budget} with too_long='truncate'; "
-            f"or leave them out"
-        )
-    raise PlanError(
-        f"{which}: over the budget of {budget} positions in a micro-batch. Raise the budget, to {longest} "
-        f"for all of them; cut samples to it with too_long='truncate'; let a micro-batch of one sample be "
-        f"larger with too_long='alone' and budget_alone={longest}; or leave them out"
+        **_measured(best, wanted, order, ordered, rows, model),
     )
 
 
 def _search(
     lengths: Whole, budget: int, rows: Rows, wanted: Wanted, model: CostModel
-) -> tuple[list[list[Group]], int]:
-    """Return the micro-batches of each replica, and the lower bound of their number."""
+) -> tuple[Candidate, int]:
+    """Return the micro-batches of the replicas that have samples, and the lower bound of all."""
     if not len(lengths):
-        return [[] for _ in range(wanted.replicas)], 0
-    spare = wanted.replicas * wanted.multiple
-    samples = in_whole_numbers(lengths, budget, model, spare)
+        return Candidate(shares=[[]], numbers=[0], rank=(0, 0, 0)), 0
+    # No more replicas than samples have any.
+    busy = replace(wanted, replicas=min(wanted.replicas, len(lengths)))
+    samples = in_whole_numbers(lengths, budget, model, busy.replicas * busy.multiple)
     fewest = len(fewest_cuts(samples)) - 1 if rows == "padded" else fewest_rows(samples)
     candidates = padded_candidates if rows == "padded" else packed_candidates
-    best = min(candidates(samples, wanted, fewest), key=lambda each: each.rank)
-    return best.shares, wanted.fewest(fewest)
+    best = min(candidates(samples, busy, fewest), key=lambda each: each.rank)
+    return best, wanted.fewest(fewest)
 
 
 def _measured(
-    shares: list[list[Group]], order: Whole, lengths: Whole, rows: Rows, model: CostModel
+    best: Candidate, wanted: Wanted, order: Whole, lengths: Whole, rows: Rows, model: CostModel
 ) -> dict[str, Any]:
     """Return the micro-batches as indices, largest first, and what they compute."""
     replicas, costs, positions, largest = [], [], 0, 0
     index, tokens = order.tolist(), lengths.tolist()
-    for share in shares:
+    for share, number in zip(best.shares, best.numbers, strict=True):
         sizes = [_size([tokens[place] for place in group], rows) for group in share]
         chosen = [tuple(index[place] for place in sorted(group)) for group in share]  # longest first
         ranked = sorted(range(len(share)), key=lambda each: (-sizes[each][0], chosen[each]))
-        replicas.append(tuple(chosen[each] for each in ranked))
+        replicas.append(tuple(chosen[each] for each in ranked) + ((),) * (number - len(share)))
         summed = sum(size for size, _ in sizes)
-        costs.append(model.cost(len(share), summed, sum(product for _, product in sizes)))
+        costs.append(model.cost(number, summed, sum(product for _, product in sizes)))
         positions += summed
         largest = max([largest, *(size for size, _ in sizes)])
+    idle = wanted.replicas - len(replicas)
+    number = best.numbers[0] if wanted.equal else 0
     return {
-        "replicas": tuple(replicas),
+        "replicas": tuple(replicas) + (((),) * number,) * idle,
         "positions": positions,
         "largest_micro_batch_positions": largest,
-        "costs": tuple(costs),
+        "costs": tuple(costs) + (model.cost(number, 0, 0),) * idle,
     }
 
 

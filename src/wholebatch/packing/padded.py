@@ -15,7 +15,7 @@ from math import isqrt
 
 import numpy as np
 
-from wholebatch.packing.balance import deal
+from wholebatch.packing.balance import Loads, deal
 from wholebatch.packing.cost import LARGEST_COST, Samples, Whole
 from wholebatch.packing.wanted import Candidate, Group, Wanted, candidate
 
@@ -235,16 +235,16 @@ def move_cuts(samples: Samples, cuts: Cuts, shares: list[list[int]]) -> Cuts:
     most = most_samples(samples).tolist()
     owner = {group: replica for replica, share in enumerate(shares) for group in share}
     prices = [base + (end - start) * costs[start] for start, end in pairwise(cuts)]
-    loads = [sum(prices[group] for group in share) for share in shares]
+    loads = Loads([sum(prices[group] for group in share) for share in shares])
     for _ in range(_MOVES + _MOVES_PER_REPLICA * len(shares)):
-        slow = max(range(len(loads)), key=lambda each: (loads[each], -each))
-        best, found = loads[slow], None
+        slow = loads.slowest()
+        best, found = loads.of[slow], None
         for group in shares[slow]:
             for move in _moves(cuts, group, most):
                 other, first, sizes = move
                 kept, grown = base + sizes[0] * costs[first[0]], base + sizes[1] * costs[first[1]]
-                fallen = loads[slow] - prices[group] + kept
-                risen = (fallen if owner[other] == slow else loads[owner[other]]) + grown - prices[other]
+                fallen = loads.of[slow] - prices[group] + kept
+                risen = (fallen if owner[other] == slow else loads.of[owner[other]]) + grown - prices[other]
                 worst = risen if owner[other] == slow else max(fallen, risen)
                 if worst < best:
                     best, found = worst, (group, move, (kept, grown))
@@ -253,7 +253,7 @@ def move_cuts(samples: Samples, cuts: Cuts, shares: list[list[int]]) -> Cuts:
         group, (other, first, _), new = found
         cuts[max(group, other)] = max(first)
         for each, price in zip((group, other), new, strict=True):
-            loads[owner[each]] += price - prices[each]
+            loads.add(owner[each], price - prices[each])
             prices[each] = price
     return cuts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappush, heapreplace
 
 Group = Sequence[int]  # the samples of a micro-batch, as places in the order of length
 
@@ -39,11 +40,13 @@ class Candidate:
     """One way to cut.
 
     Args:
-        shares: the micro-batches of each replica.
+        shares: the micro-batches of each replica, none of them empty.
+        numbers: of micro-batches of each replica; what is more than its share is empty.
         rank: what is made small: the slowest replica's cost, then that of all, then the micro-batches.
     """
 
     shares: list[list[Group]]
+    numbers: list[int]
     rank: tuple[int, int, int]
 
 
@@ -58,27 +61,31 @@ def candidate(
         price: the cost of a micro-batch in whole numbers.
     """
     largest = max(len(share) for share in shares)
-    numbers = [largest if wanted.equal else len(share) for share in shares]
-    filled = [
-        round_up(share, -(-number // wanted.multiple) * wanted.multiple)
-        for share, number in zip(shares, numbers, strict=True)
+    needed = [largest if wanted.equal else len(share) for share in shares]
+    numbers = [-(-number // wanted.multiple) * wanted.multiple for number in needed]
+    filled = [round_up(share, number) for share, number in zip(shares, numbers, strict=True)]
+    loads = [
+        sum(map(price, share)) + (number - len(share)) * price(())
+        for share, number in zip(filled, numbers, strict=True)
     ]
-    loads = [sum(map(price, share)) for share in filled]
-    return Candidate(shares=filled, rank=(max(loads), sum(loads), sum(map(len, filled))))
+    return Candidate(shares=filled, numbers=numbers, rank=(max(loads), sum(loads), sum(numbers)))
 
 
 def round_up(share: Sequence[Group], micro_batches: int) -> list[Group]:
-    """Return the micro-batches of a replica, at least so many.
+    """Return the micro-batches of a replica, so many where there are samples enough.
 
-    The one with the most samples is cut in the middle, which never costs more positions; where no
-    samples are left to cut, empty ones are added.
+    The one with the most samples is cut in the middle, which never costs more positions; of equal ones the
+    first. Where none has two samples, the rest is left to be empty ones.
     """
-    found = list(share)
-    while len(found) < micro_batches:
-        widest = max(range(len(found)), key=lambda each: (len(found[each]), -each), default=None)
-        if widest is None or len(found[widest]) < 2:
-            found.append(())
-            continue
-        half = (len(found[widest]) + 1) // 2
-        found[widest : widest + 1] = [found[widest][:half], found[widest][half:]]
-    return found
+    if len(share) >= micro_batches:
+        return list(share)
+    # Parts as size, micro-batch and first place in it, so that the widest and then the first comes first.
+    parts = [(-len(group), number, 0) for number, group in enumerate(share)]
+    heapify(parts)
+    while parts and len(parts) < micro_batches and parts[0][0] < -1:
+        size, number, start = parts[0]
+        half = (1 - size) // 2
+        heapreplace(parts, (-half, number, start))
+        heappush(parts, (size + half, number, start + half))
+    parts.sort(key=lambda part: part[1:])
+    return [share[number][start : start - size] for size, number, start in parts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -217,3 +218,120 @@ def test_one_very_long_sample_pads_no_other() -> None:
     layout = row_layout([3] * 50 + [4000])
     assert layout.groups == ((50, 3), (1, 4000))
     assert layout.longest == 4000
+
+
+# what makes no row, or no attention ------------------------------------------------------------------
+
+
+STRANGE = [
+    (
+        [{"input_ids": [1], "weight": 2}],
+        None,
+        r"sample 0 has 'weight', which a packed row has not; leave it",
+    ),
+    (
+        [{"input_ids": [1, 2], "attention_mask": [1, 0]}],
+        None,
+        r"mask of sample 0 is not 1 for each of its 2",
+    ),
+    ([{"input_ids": [1, 2], "attention_mask": [1]}], None, r"attention_mask of sample 0 is not 1 for each"),
+    (
+        [{"input_ids": "abc"}],
+        None,
+        r"input_ids of sample 0 is a str, of which no row can be made \(.*\); a row",
+    ),
+    ([{"input_ids": [[1], [2, 3]]}], None, r"input_ids of sample 0 is a list, of which no row can be made"),
+    ([{"input_ids": [None]}], None, r"input_ids of sample 0 is a list, of which no row can be made"),
+    ([{"input_ids": [2**70]}], None, r"input_ids of sample 0 is a list, of which no row can be made"),
+    ([{"input_ids": {1: 2}}], None, r"input_ids of sample 0 is a dict, of which no row can be made"),
+    ([{"input_ids": np.array(["a"])}], None, r"input_ids of sample 0 is a ndarray, of which no row"),
+    (
+        [{"input_ids": [1], "labels": "a"}],
+        None,
+        r"labels of sample 0 is a str, of which no row can be made",
+    ),
+    (None, None, r"samples is a NoneType, and a row is made of several; give a list of mappings"),
+    ({"input_ids": [1]}, None, r"samples is a dict, and a row is made of several"),
+    (SAMPLES[:1], [0.5], r"ids are whole numbers, one for each sample; got 0.5"),
+    (SAMPLES[:1], [True], r"ids are whole numbers, one for each sample; got True"),
+    (SAMPLES[:1], ["a"], r"ids are whole numbers, one for each sample; got a"),
+    (SAMPLES[:1], [2**63], r"ids are whole numbers, one for each sample; got 9223372036854775808"),
+    (SAMPLES[:1], torch.tensor([3.7]), r"ids are whole numbers, one for each sample; got 3.7"),
+    (SAMPLES[:1], 5, r"ids are whole numbers, one for each sample; got 5"),
+]
+
+
+@pytest.mark.parametrize(("samples", "ids", "words"), STRANGE)
+def test_what_is_lost_in_a_row_or_is_none_is_named(samples, ids, words) -> None:
+    with pytest.raises(SplitError, match=words):
+        pack_rows(samples, ids)
+
+
+@pytest.mark.parametrize("ignored", [None, 1.5, True])
+def test_an_ignored_label_is_a_whole_number(ignored) -> None:
+    with pytest.raises(SplitError, match=f"ignore_index is {ignored}; give a whole number, such as -100"):
+        pack_rows(SAMPLES, ignore_index=ignored)
+
+
+@pytest.mark.filterwarnings("error")
+def test_any_whole_numbers_make_a_row() -> None:
+    expected = pack_rows(SAMPLES, [4, 5, 6])
+    read_only = np.array([5, 6, 7])
+    read_only.flags.writeable = False
+    kinds = [read_only, np.array([5, 6, 7], dtype=">i4"), range(5, 8), torch.tensor([5, 6, 7]).short()]
+    for first in kinds:
+        samples = [{"input_ids": first, "attention_mask": [1, 1, 1]}, *SAMPLES[1:]]
+        for ids in ([4, 5, 6], np.array([4, 5, 6]), torch.tensor([4, 5, 6]), iter([4, np.int64(5), 6])):
+            row = pack_rows(iter(samples), ids)
+            assert all(torch.equal(row[name], values) for name, values in expected.items())
+
+
+@pytest.mark.parametrize(
+    "lengths", [np.array([2, 3]), [np.int64(2), np.int32(3)], (2, 3), torch.tensor([2, 3])]
+)
+def test_lengths_are_whole_numbers_of_any_kind(lengths) -> None:
+    assert row_layout(lengths).groups == row_layout([2, 3]).groups
+    assert [len(part) for part in unpack_rows(torch.zeros(1, 5), lengths)] == [2, 3]
+
+
+@pytest.mark.parametrize("lengths", [None, 3, torch.tensor(3), np.array(3)])
+def test_lengths_that_are_no_row_of_numbers_are_named(lengths) -> None:
+    words = rf"sample_lengths is {3 if lengths is not None else None}; give the tokens of each sample"
+    with pytest.raises(SplitError, match=words):
+        row_layout(lengths)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ([(5, 2), (5, 2), (5, 2)], r"the shapes \(5, 2\), \(5, 2\), \(5, 2\); a row's are \(tokens, heads"),
+        ([(1, 5, 2, 4)] * 3, r"\(1, 5, 2, 4\); a row's are .* without the 1 of the row"),
+        (
+            [(5, 4, 2), (5, 3, 2), (5, 3, 2)],
+            r"\(5, 4, 2\), \(5, 3, 2\), .*; .* of which the query has a multiple",
+        ),
+        (
+            [(5, 4, 2), (5, 2, 2), (5, 4, 2)],
+            r"\(5, 2, 2\), .*; key and value need as many heads as each other",
+        ),
+        ([(5, 4, 2), (5, 0, 2), (5, 0, 2)], r"\(5, 0, 2\), .* the query has a multiple"),
+        ([(5, 4, 2), (5, 4, 3), (5, 4, 3)], r"\(5, 4, 3\), .* query and key as many features"),
+        ([(5, 4, 2), (4, 4, 2), (5, 4, 2)], r"a layout of 5 tokens does not fit .* of 5, 4 and 5"),
+    ],
+)
+def test_what_does_not_attend_is_named(shapes, words) -> None:
+    with pytest.raises(SplitError, match=words):
+        attend_in_rows(*map(torch.zeros, shapes), row_layout([2, 3]))
+
+
+def test_attention_is_of_one_dtype_and_drops_less_than_all() -> None:
+    query = torch.zeros(5, 4, 2)
+    with pytest.raises(SplitError, match=r"are torch.float32, torch.float64 and torch.float32; give one"):
+        attend_in_rows(query, query.double(), query, row_layout([2, 3]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attend_in_rows(query, query.bfloat16(), query, row_layout([2, 3])).shape == (5, 4, 2)
+    for dropout in (1.0, 1.5, -0.1, float("nan")):
+        with pytest.raises(
+            SplitError, match=rf"dropout is {dropout}; give a probability from 0 to below 1"
+        ):
+            attend_in_rows(query, query, query, row_layout([2, 3]), dropout=dropout)

@@ -16,10 +16,11 @@ at the first token of each sample is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,7 +46,8 @@ def pack_rows(
 
     Args:
         samples: each with ``input_ids``, whole numbers of shape (tokens,), and ``labels`` of the same
-            shape, not shifted; without ``labels`` they are the input ids. None for an empty micro-batch.
+            shape, not shifted; without ``labels`` they are the input ids. An ``attention_mask`` of ones
+            says nothing, and is left out. An empty list for an empty micro-batch.
         ids: theirs; by default 0, 1, 2 and so on.
         shifted: whether the loss shifts the labels by one, as ``next_token_loss`` does. Then the label at
             the first token of each sample is ignored, or the token before it would be asked for it.
@@ -55,13 +57,22 @@ def pack_rows(
         The packed micro-batch, on the host.
 
     Raises:
-        SplitError: a sample is no row of token ids, its labels are not as many, or there are more or
-            fewer ids than samples.
+        SplitError: a sample is no row of token ids, its labels are not as many, it has entries that a row
+            does not, or there are more or fewer ids than samples.
 
     Exactness: no arithmetic; exact in real arithmetic over any split where the model lets no sample see
         another.
     """
+    if isinstance(samples, Mapping | str | bytes) or not isinstance(samples, Iterable):
+        raise SplitError(
+            f"samples is a {type(samples).__name__}, and a row is made of several; give a list of mappings"
+        )
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise SplitError(f"ignore_index is {ignore_index!r}; give a whole number, such as -100")
+    samples = list(samples)
     inputs = [_row_of(sample, "input_ids", place) for place, sample in enumerate(samples)]
+    for place, (sample, tokens) in enumerate(zip(samples, inputs, strict=True)):
+        _refuse_others(sample, len(tokens), place)
     labels = [
         _row_of(sample, "labels", place) if "labels" in sample else inputs[place]
         for place, sample in enumerate(samples)
@@ -72,7 +83,7 @@ def pack_rows(
                 f"sample {place} has {len(tokens)} input_ids and {len(targets)} labels; give each token "
                 f"its label, {ignore_index} where nothing is to be learned"
             )
-    sample_ids = range(len(samples)) if ids is None else ids
+    sample_ids = range(len(samples)) if ids is None else _checked_ids(ids)
     if len(sample_ids) != len(samples):
         raise SplitError(f"{len(sample_ids)} ids were given for {len(samples)} samples; give each its own")
     return join_samples(inputs, labels, sample_ids, shifted=shifted, ignore_index=ignore_index)
@@ -235,15 +246,13 @@ def attend_in_rows(
         Shape (tokens, heads, features of the value).
 
     Raises:
-        SplitError: the layout is that of another row.
+        SplitError: the layout is that of another row, or the three do not fit each other.
 
     Exactness: exact in real arithmetic: the attention of each sample alone, whatever else is in the row.
     """
-    if not len(query) == len(key) == len(value) == layout.tokens:
-        raise SplitError(
-            f"a layout of {layout.tokens} tokens does not fit a query, key and value of {len(query)}, "
-            f"{len(key)} and {len(value)}; lay out the sample_lengths of the same micro-batch"
-        )
+    _check_attention(query, key, value, layout)
+    if not 0 <= dropout < 1:
+        raise SplitError(f"dropout is {dropout}; give a probability from 0 to below 1")
     sizes = [samples * longest for samples, longest in layout.groups]
     shared_heads = key.shape[1] != query.shape[1]
 
@@ -272,6 +281,30 @@ def attend_in_rows(
     return torch.cat(attended).index_select(0, layout.given)
 
 
+def _check_attention(query: Tensor, key: Tensor, value: Tensor, layout: RowLayout) -> None:
+    shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
+    if not query.ndim == key.ndim == value.ndim == 3:
+        raise SplitError(
+            f"query, key and value have the shapes {shapes}; a row's are (tokens, heads, features), "
+            f"without the 1 of the row"
+        )
+    if not len(query) == len(key) == len(value) == layout.tokens:
+        raise SplitError(
+            f"a layout of {layout.tokens} tokens does not fit a query, key and value of {len(query)}, "
+            f"{len(key)} and {len(value)}; lay out the sample_lengths of the same micro-batch"
+        )
+    heads, shared = query.shape[1], key.shape[1]
+    heads_fit = value.shape[1] == shared and not (heads % shared if shared else heads)
+    if not heads_fit or query.shape[2] != key.shape[2]:
+        raise SplitError(
+            f"query, key and value have the shapes {shapes}; key and value need as many heads as each "
+            f"other, of which the query has a multiple, and query and key as many features"
+        )
+    # Under autocast they become of one dtype.
+    if not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(query.device.type):
+        raise SplitError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; give one")
+
+
 def _groups(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Neighbours of ascending lengths, as (samples, tokens of the longest)."""
     groups: list[tuple[int, int]] = []
@@ -286,14 +319,16 @@ def _groups(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _checked_lengths(sample_lengths: Tensor | Sequence[int]) -> list[int]:
-    if isinstance(sample_lengths, Tensor):
-        if sample_lengths.device.type != "cpu":
-            raise SplitError(
-                f"sample_lengths lie on {sample_lengths.device}, and reading them there would wait for the "
-                f"device; leave them on the host"
-            )
+    if isinstance(sample_lengths, Tensor) and sample_lengths.device.type != "cpu":
+        raise SplitError(
+            f"sample_lengths lie on {sample_lengths.device}, and reading them there would wait for the "
+            f"device; leave them on the host"
+        )
+    if isinstance(sample_lengths, Tensor | np.ndarray):
         sample_lengths = sample_lengths.tolist()
-    lengths = list(sample_lengths)
+    if not isinstance(sample_lengths, Iterable):
+        raise SplitError(f"sample_lengths is {sample_lengths!r}; give the tokens of each sample of the row")
+    lengths = [n.item() if isinstance(n, np.integer) else n for n in sample_lengths]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in lengths):
         raise SplitError(f"sample_lengths are whole numbers of tokens, at least 0; got {_few(lengths)}")
     return lengths
@@ -304,7 +339,7 @@ def _row_of(sample: Any, name: str, place: int) -> Tensor:
     if found is None:
         has = f"has {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else "is no mapping"
         raise SplitError(f"sample {place} {has}, and packing it needs {name!r} of shape (tokens,)")
-    row = torch.as_tensor(found)
+    row = _tensor_of(found, f"{name} of sample {place}")
     whole = not (row.is_floating_point() or row.is_complex() or row.dtype == torch.bool)
     # An empty list becomes a row of no tokens, of torch's default dtype.
     if row.ndim != 1 or not (whole or row.numel() == 0):
@@ -313,6 +348,49 @@ def _row_of(sample: Any, name: str, place: int) -> Tensor:
             f"numbers of shape (tokens,)"
         )
     return row.long()
+
+
+def _tensor_of(found: Any, what: str) -> Tensor:
+    try:
+        if isinstance(found, np.ndarray):
+            # An array may be read-only, or of the other order of bytes; torch takes neither as it is.
+            found = np.array(found, dtype=found.dtype.newbyteorder("="))
+        return torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise SplitError(
+            f"{what} is a {type(found).__name__}, of which no row can be made ({error}); a row takes whole "
+            f"numbers of shape (tokens,)"
+        ) from error
+
+
+# Entries of a sample that a row has, or that say nothing.
+_ENTRIES = ("input_ids", "labels", "attention_mask")
+
+
+def _refuse_others(sample: Mapping[str, Any], tokens: int, place: int) -> None:
+    """What is in a sample and in no row would be lost."""
+    others = [name for name in sample if name not in _ENTRIES]
+    if others:
+        raise SplitError(
+            f"sample {place} has {', '.join(map(repr, others))}, which a packed row has not; leave it "
+            f"out of the sample, or pad the micro-batch"
+        )
+    if "attention_mask" not in sample:
+        return
+    mask = _tensor_of(sample["attention_mask"], f"attention_mask of sample {place}")
+    if tuple(mask.shape) != (tokens,) or not bool((mask == 1).all()):
+        raise SplitError(
+            f"attention_mask of sample {place} is not 1 for each of its {tokens} input_ids, and a row has "
+            f"no padding; cut the padding off the sample, or pad the micro-batch"
+        )
+
+
+def _checked_ids(ids: Any) -> list[int]:
+    found: list[Any] = list(ids) if isinstance(ids, Iterable) else [repr(ids)]
+    found = [index.item() if isinstance(index, np.integer | Tensor) else index for index in found]
+    if any(type(index) is not int or not -(2**63) <= index < 2**63 for index in found):
+        raise SplitError(f"ids are whole numbers, one for each sample; got {_few(found)}")
+    return found
 
 
 def _few(lengths: Sequence[Any]) -> str:

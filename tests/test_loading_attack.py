@@ -491,3 +491,73 @@ def test_what_could_be_read_the_second_time_has_no_cause() -> None:
     ) as caught:
         unread.see(WindowBatches([], sample_ids=(), left_out=(3,)), ends_epoch=False)
     assert caught.value.__cause__ is None
+
+
+# the bound -------------------------------------------------------------------------------------------
+
+
+def to_eights(samples: list[Any]) -> Any:
+    """Pads to a multiple of 8, which the lengths do not know."""
+    rows = pad_collate()(samples)["input_ids"]
+    return {"input_ids": torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8))}
+
+
+TRUNCATING = plan_token_budget(global_batch_samples=8, tokens_per_micro_batch=4, too_long="truncate")
+ALONE = plan_token_budget(
+    global_batch_samples=8, tokens_per_micro_batch=4, too_long="alone", tokens_alone=9
+)
+SMALL = plan_token_budget(global_batch_samples=8, tokens_per_micro_batch=12)
+PACKED = plan_token_budget(global_batch_samples=8, tokens_per_micro_batch=18, rows="packed")
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "lengths": (
+        {"lengths": [1] * 21},
+        r"0, .*\] has 8 x \d = \d+ positions, more than tokens_per_micro_batch=18",
+    ),
+    "found": (
+        {"lengths": lambda _: 1},
+        r"8 x \d = \d+ positions, more .* count in lengths= what collation",
+    ),
+    "truncate": (
+        {"plan": TRUNCATING, "lengths": lengths_of(21), "truncate": lambda sample, _: sample},
+        r"1 x \d = \d positions, more than tokens_per_micro_batch=4, .*; let truncate= cut",
+    ),
+    "alone": (
+        {"plan": ALONE, "lengths": lengths_of(21), "collate": to_eights},
+        "1 x 16 = 16 .* tokens_alone=9",
+    ),
+    "eights": (
+        {"lengths": lengths_of(21), "collate": to_eights, "plan": SMALL},
+        "rounded up to a multiple of 8, or raise the",
+    ),
+    "packed": (
+        {"plan": PACKED, "lengths": lengths_of(21)},
+        "the plan has rows='packed' and this is padded",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_micro_batch_over_the_bound_is_refused(name: str) -> None:
+    given, words = BROKEN[name]
+    settings = {"plan": BUDGET, "shuffle": False} | given
+    with pytest.raises(UsageError, match=words):
+        windows(loader(**settings))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_micro_batch_of_a_stream_over_the_bound_is_refused(workers: int) -> None:
+    made = loader(Stream(21), plan=BUDGET, lengths=lambda _: 1, workers=workers)
+    with pytest.raises(
+        UsageError, match=r"samples \[0, 1, .*7\] has 8 x 9 = 72 positions, more than .*=18"
+    ):
+        windows(made)
+
+
+def test_what_is_no_row_of_tokens_is_not_measured() -> None:
+    def nested(samples: list[Any]) -> Any:
+        parts = [torch.tensor(sample["input_ids"]) for sample in samples]
+        return {"input_ids": torch.nested.nested_tensor(parts, layout=torch.jagged)}
+
+    for collate in (list, nested, lambda _: {"input_ids": torch.zeros(9, 9, 9)}, lambda _: {"x": 1}):
+        made = loader(plan=BUDGET, lengths=[1] * 21, collate=collate)
+        assert sum(len(window.sample_ids) for window in made) == 21

@@ -46,11 +46,14 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 def test_every_sample_is_in_one_micro_batch_or_left_out(case: dict[str, Any]) -> None:
     plan, num_samples, bad = case["plan"], case["num_samples"], case["bad"]
 
+    # There is no padding in packed rows, so that padded input_ids would be more than the bound.
+    packed = plan.micro_batch_samples is None and plan.rows == "packed"
+
     def loader(replica: int) -> WindowLoader:
         return WindowLoader(
             Bad(num_samples, bad),
             plan=plan,
-            collate=pad_collate(),
+            collate=of_labels if packed else pad_collate(),
             lengths=length_of if case["found"] else lengths_of(num_samples),
             replica=replica,
             seed=7,
@@ -81,6 +84,10 @@ def test_every_sample_is_in_one_micro_batch_or_left_out(case: dict[str, Any]) ->
     resumed = loader(0)
     resumed.load_state_dict(first.state_dict())
     assert windows(resumed) == found[0][case["after"] :]
+
+
+def of_labels(samples: list[Any]) -> Any:
+    return pad_collate()([{"labels": sample["labels"], "index": sample["index"]} for sample in samples])
 
 
 def fits(batch: Any, plan: Any) -> bool:

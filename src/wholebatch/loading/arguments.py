@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import UsageError
 from wholebatch.layout import whole_number
+from wholebatch.loading.bound import Bound
 from wholebatch.loading.checks import check_data_set, check_order, check_unused, num_samples_of
 from wholebatch.loading.lengths import CutShort, PackAlone, checked_numbers, refuse_too_long
 from wholebatch.loading.padding import PadCollate, PadLikeFirst
@@ -129,6 +130,7 @@ def _map_source(given: Arguments) -> MapSource:
             skips=given.skips,
             cut=cut,
             cut_short=given.cut_short,
+            bound=Bound(plan=plan).check if isinstance(plan, BudgetPlan) else None,
         ),
         workers=given.workers,
     )

@@ -97,6 +97,7 @@ class MapReader:
         skips: leave out samples that can't be read, and say so, instead of ending with an error.
         cut: ``cut(chosen)`` cuts samples that were read into micro-batches, where a part is more than one.
         cut_short: ``cut_short(id, sample)``, a sample as short as a micro-batch allows.
+        bound: ``bound(batch, ids)`` refuses a micro-batch that is larger than the plan's.
     """
 
     samples: Samples
@@ -105,6 +106,7 @@ class MapReader:
     skips: bool = False
     cut: Callable[[Chosen], list[Chosen]] | None = None
     cut_short: Callable[[int, Any], Any] | None = None
+    bound: Callable[[Batch, Sequence[int]], None] | None = None
 
     def __call__(self, part: Part) -> Made:
         """Read, cut where that is done here, and collate.
@@ -127,6 +129,9 @@ class MapReader:
                 )
                 for group in groups
             ]
+        if self.bound is not None:
+            for batch, group in zip(batches, filter(None, groups), strict=True):
+                self.bound(batch, [index for index, _ in group])
         return Made(batches, [index for group in groups for index, _ in group], left_out, part)
 
     def told(self, made: Made) -> str:

@@ -13,6 +13,7 @@ from wholebatch.errors import UnsupportedError, UsageError
 from wholebatch.layout import whole_number
 from wholebatch.loading.ahead import made_in_order
 from wholebatch.loading.batches import WindowBatches
+from wholebatch.loading.bound import Bound
 from wholebatch.loading.lengths import PackAlone
 from wholebatch.loading.padding import PadLikeFirst
 from wholebatch.loading.parts import Parts
@@ -223,6 +224,9 @@ class StreamSource:
         with random_state_kept(host_alone=True):
             groups = [group for group in self._cut(chosen) if group]
             batches = [collated(None, self.collate, group, epoch=0, seed=self.seed) for group in groups]
+        if isinstance(self.plan, BudgetPlan):
+            for batch, group in zip(batches, groups, strict=True):
+                Bound(plan=self.plan).check(batch, [index for index, _ in group])
         return WindowBatches(
             batches, sample_ids=[index for group in groups for index, _ in group], position=first
         )

@@ -16,10 +16,10 @@ import pytest
 
 from wholebatch.errors import PlanError
 from wholebatch.packing import Called, CostModel, Packing, pack, padded
-from wholebatch.packing.balance import deal
+from wholebatch.packing.balance import Loads, deal
 from wholebatch.packing.cost import in_whole_numbers
 from wholebatch.packing.padded import fewest_cuts, most_samples, move_cuts, spread_cuts
-from wholebatch.packing.wanted import round_up
+from wholebatch.packing.wanted import Wanted, candidate, round_up
 
 
 def positions_of(lengths: list[int], rows: str) -> int:
@@ -700,6 +700,26 @@ def test_cuts_at_even_shares_keep_to_the_budget():
             assert all(start < end <= following[start] for start, end in itertools.pairwise(cuts))
             moved += any(end == following[start] for start, end in itertools.pairwise(cuts))
     assert moved
+
+
+def test_empty_micro_batches_count_in_what_is_made_small():
+    found = candidate(
+        [[range(3)], [range(3, 4)]],
+        Wanted(replicas=2, multiple=4, equal=True),
+        lambda group: 10 + len(group),
+    )
+    assert found.shares == [[range(1), range(1, 2), range(2, 3)], [range(3, 4)]]
+    assert found.numbers == [4, 4]
+    assert found.rank == (43, 43 + 41, 8)
+
+
+def test_loads_are_kept_in_order():
+    loads = Loads([5, 7, 7, 5, 1])
+    assert (loads.slowest(), loads.fastest(3)) == (1, [4, 0, 3])
+    loads.add(1, -6)
+    loads.add(0, 2)
+    assert loads.of == [7, 1, 7, 5, 1]
+    assert (loads.slowest(), loads.fastest(3)) == (0, [1, 4, 3])
 
 
 def test_deal_is_even_and_keeps_to_the_most():

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from wholebatch.loading.reading import collated, micro_batch, read_samples
@@ -84,7 +86,7 @@ def evaluate(
 
 def _sums_of_this_rank(job: Job, samples: Samples, leave: Callable[[], bool]) -> tuple[bool, list[float]]:
     """Whether it was left, and ``L_k`` and then ``N_k`` of every term over this rank's samples."""
-    lengths = job.data.held_out_lengths
+    lengths = _lengths(job, samples)
     order = range(len(samples)) if lengths is None else sorted(range(len(samples)), key=lengths.__getitem__)
     mine = list(order)[job.world.rank :: job.world.ranks]
     module = job.model.module
@@ -100,6 +102,11 @@ def _sums_of_this_rank(job: Job, samples: Samples, leave: Callable[[], bool]) ->
     return False, sums.flatten().tolist()
 
 
+def _lengths(job: Job, samples: Samples) -> NDArray[np.int64] | None:
+    """Tokens of each sample, where they are known ahead: of the samples that the job holds out."""
+    return job.data.held_out_lengths if samples is job.data.held_out else None
+
+
 def _micro_batches(job: Job, samples: Samples, ids: list[int]) -> Iterator[Batch]:
     """Some samples, in micro-batches that fit where those of the training fit."""
     plan, collate, seed = job.plan, job.data.collate, job.config.run.seed
@@ -108,7 +115,7 @@ def _micro_batches(job: Job, samples: Samples, ids: list[int]) -> Iterator[Batch
         for start in range(0, len(ids), m):
             yield micro_batch(samples, collate, ids[start : start + m], epoch=0, seed=seed)
         return
-    lengths = job.data.held_out_lengths
+    lengths = _lengths(job, samples)
     for start in range(0, len(ids), _READ_TOGETHER):
         some = ids[start : start + _READ_TOGETHER]
         read = read_samples(samples, some, epoch=0, seed=seed)

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from wholebatch.loading.padding import IGNORED_LABEL as IGNORED_LABEL
+from wholebatch.loading.reading import Samples as Samples
 from wholebatch.objective import Objective
 from wholebatch.split import SAMPLE_LENGTHS
 
-# A label of what nothing is learned of.
-IGNORED_LABEL = -100
 _ON_HOST = ("sample_ids", SAMPLE_LENGTHS)
 # One micro-batch: tensors by name, and "sample_ids" of shape (samples,).
 Batch = Mapping[str, Any]
-
-
-class Samples(Protocol):
-    """A map-style dataset: so many samples, each found by its index."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

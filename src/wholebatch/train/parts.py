@@ -11,6 +11,7 @@ from torch import nn
 from wholebatch.budget import AnyPlan, BudgetPlan, plan_token_budget
 from wholebatch.errors import UsageError
 from wholebatch.item_order import ItemOrder
+from wholebatch.loading.parts import order_of
 from wholebatch.loading.reading import read_samples
 from wholebatch.objective import LossSum
 from wholebatch.order import ORDER_RULE, SampleOrder
@@ -142,19 +143,7 @@ def _order(config: TrainConfig, plan: AnyPlan, data: JobData) -> SampleOrder | I
                 f"{plan.global_batch_items}{f', and so have {over} others' if over else ''}; set that to "
                 f"{data.items[most]} or more, or cut samples with data.max_tokens_per_sample"
             )
-        return ItemOrder(
-            num_samples=len(data.train),
-            global_batch_items=plan.global_batch_items,
-            items=data.items,
-            seed=config.run.seed,
-        )
-    assert plan.global_batch_samples is not None
-    return SampleOrder(
-        num_samples=len(data.train),
-        global_batch_samples=plan.global_batch_samples,
-        seed=config.run.seed,
-        tail=config.batch.tail,
-    )
+    return order_of(plan, len(data.train), items=data.items, seed=config.run.seed)
 
 
 def build_job(config: TrainConfig, world: World, plan: AnyPlan) -> Job:

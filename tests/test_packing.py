@@ -729,3 +729,17 @@ def test_deal_is_even_and_keeps_to_the_most():
     shares = deal([10, 1, 1, 1], 2, most=2)
     assert sorted(map(len, shares)) == [2, 2]
     assert deal([1, 2], 1) == [[0, 1]]
+
+
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+@pytest.mark.parametrize("num_samples", [16, 17, 18, 31])
+def test_no_micro_batch_is_empty_where_fewer_would_do(rows, num_samples):
+    """A collation can make nothing of no samples, so equal numbers come without them."""
+    for replicas in (2, 3, 4):
+        packing = pack([9] * num_samples, 10, replicas, rows=rows, equal_micro_batches=True, cost=None)
+        assert len({len(each) for each in packing.replicas}) == 1
+        wide = pack([1] * num_samples, 10, replicas, rows=rows, equal_micro_batches=True, cost=CHEAP_ALONE)
+        assert all(all(each) for each in wide.replicas), wide.replicas
+
+
+CHEAP_ALONE = CostModel(per_micro_batch=0, per_position=1, per_position_and_length=1)

@@ -176,7 +176,7 @@ def _search(
     samples = in_whole_numbers(lengths, budget, model, busy.replicas * busy.multiple)
     fewest = len(fewest_cuts(samples)) - 1 if rows == "padded" else fewest_rows(samples)
     candidates = padded_candidates if rows == "padded" else packed_candidates
-    best = min(candidates(samples, busy, fewest), key=lambda each: each.rank)
+    best = min(candidates(samples, busy, fewest), key=lambda each: each.order)
     return best, wanted.fewest(fewest)
 
 

@@ -295,7 +295,7 @@ def padded_candidates(samples: Samples, wanted: Wanted, fewest: int) -> Iterator
             for found in _dealt(samples, cuts, wanted, most):
                 now = candidate(found, wanted, price)
                 yield now
-                best = now if best is None or now.rank < best.rank else best
+                best = now if best is None or now.order < best.order else best
                 least = max(sum(prices) // wanted.replicas, base + costs[0])
                 if best.rank[0] <= least + least // _GOOD_ENOUGH:
                     break

@@ -49,6 +49,11 @@ class Candidate:
     numbers: list[int]
     rank: tuple[int, int, int]
 
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        """What candidates are compared by: first the empty micro-batches, which can't be collated."""
+        return sum(self.numbers) - sum(map(len, self.shares)), *self.rank
+
 
 def candidate(
     shares: Sequence[Sequence[Group]], wanted: Wanted, price: Callable[[Group], int]

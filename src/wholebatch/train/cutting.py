@@ -44,8 +44,10 @@ def cut_by_tokens(
         return [[one] for one in chosen]
     if not found:
         return []
-    refuse_too_long(plan, found, ids=[index for index, _ in chosen], what=what)
-    return [[chosen[place] for place in places] for places in plan.pack(found, replicas=1).replicas[0]]
+    ids = [index for index, _ in chosen]
+    refuse_too_long(plan, found, ids=ids, what=what)
+    packing = plan.pack(found, replicas=1, ids=ids)
+    return [[chosen[place] for place in places] for places in packing.replicas[0]]
 
 
 def refuse_too_long(

@@ -13,10 +13,11 @@ from loading_data import Ragged, Stream, cut, length_of, lengths_of, windows
 from wholebatch.budget import plan_token_budget
 from wholebatch.errors import PlanError, UsageError
 from wholebatch.item_order import ItemOrder
-from wholebatch.loading import WindowLoader, pad_collate
+from wholebatch.loading import WindowLoader
 from wholebatch.loading.parts import order_of
 from wholebatch.order import SampleOrder
 from wholebatch.plan import plan_batch
+from wholebatch.rows import pack_rows
 
 FIXED = plan_batch(global_batch_samples=8, micro_batch_samples=2)
 BUDGET = plan_token_budget(tokens_per_micro_batch=18, global_batch_samples=8)
@@ -222,7 +223,11 @@ def test_a_collation_is_given_what_it_names() -> None:
 
 def test_a_budget_of_packed_rows_is_one_too() -> None:
     plan = plan_token_budget(tokens_per_micro_batch=20, global_batch_samples=8, rows="packed")
-    made = WindowLoader(Ragged(21), plan=plan, lengths=lengths_of(21), collate=pad_collate())
-    for window in made:
-        for batch in window:
-            assert int((batch["labels"] != -100).sum()) <= 20
+
+    def in_rows(samples: list[Any]) -> Any:
+        return pack_rows([{"input_ids": sample["input_ids"]} for sample in samples])
+
+    made = WindowLoader(Ragged(21), plan=plan, lengths=lengths_of(21), collate=in_rows)
+    tokens = [batch["input_ids"].shape for window in made for batch in window]
+    assert all(rows == 1 and num_tokens <= 20 for rows, num_tokens in tokens)
+    assert sum(num_tokens for _, num_tokens in tokens) == sum(lengths_of(21))

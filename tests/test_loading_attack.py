@@ -561,3 +561,56 @@ def test_what_is_no_row_of_tokens_is_not_measured() -> None:
     for collate in (list, nested, lambda _: {"input_ids": torch.zeros(9, 9, 9)}, lambda _: {"x": 1}):
         made = loader(plan=BUDGET, lengths=[1] * 21, collate=collate)
         assert sum(len(window.sample_ids) for window in made) == 21
+
+
+# padding ---------------------------------------------------------------------------------------------
+
+
+UNEVEN = [{"a": torch.tensor([1.0])}, {"a": torch.tensor([1.0, 2.0])}]
+WHOLE = [{"a": [1]}, {"a": [1, 2]}]
+PADDING: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+    "name": (
+        pad_collate(inputs_ids=1),
+        (WHOLE,),
+        r"pad_collate\(inputs_ids=...\) fills an entry that sample 0 does not have, which has \['a'\]",
+    ),
+    "few ids": (pad_collate(), (WHOLE, [3]), "1 ids were given for 2 samples; give each its own"),
+    "none": (pad_collate(), ([],), "padding of no samples has no shape; give at least one"),
+    "nothing": (pad_collate(), (None,), "padding takes a list of samples, and this is a NoneType"),
+    "text": (pad_collate(), ("ab",), "padding takes a list of samples, and this is a str"),
+    "fill text": (pad_collate(a="x"), (WHOLE,), "padding of 'a' is to hold 'x', which is no number"),
+    "fill None": (pad_collate(a=None), (WHOLE,), "padding of 'a' is to hold None, which is no number"),
+    "fill NaN": (
+        pad_collate(a=float("nan")),
+        (WHOLE,),
+        "padding of 'a' is to hold nan, which torch.int64 can't",
+    ),
+    "fill infinity": (pad_collate(a=float("inf")), (WHOLE,), "is to hold inf, which torch.int64 can't"),
+    "fill half": (pad_collate(a=1.5), (WHOLE,), "is to hold 1.5, which torch.int64 can't"),
+    "fill too large": (pad_collate(a=1e300), (UNEVEN,), r"is to hold 1e\+300, which torch.float32 can't"),
+    "fill complex": (pad_collate(a=1j), (UNEVEN,), "is to hold 1j, which torch.float32 can't"),
+    "mask of numbers": (
+        pad_collate(attention_mask=True),
+        ([{"input_ids": 1}],),
+        "input_ids, which in sample 0 of the micro-batch have 0 dimensions",
+    ),
+    "sample_ids": (
+        pad_collate(),
+        ([{"sample_ids": 7}], [3]),
+        "sample 3 has an entry .sample_ids., where a",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PADDING)
+def test_padding_that_would_go_wrong_is_named(name: str) -> None:
+    collate, given, words = PADDING[name]
+    with pytest.raises(UsageError, match=words):
+        collate(*given)
+
+
+def test_padding_holds_the_nearest_number_of_its_dtype() -> None:
+    assert pad_collate(a=0.1)(UNEVEN)["a"][0, 1] == torch.tensor(0.1)
+    assert pad_collate(a=float("inf"))(UNEVEN)["a"][0, 1] == float("inf")
+    assert pad_collate(a=float("nan"))(UNEVEN)["a"][0, 1].isnan()
+    assert pad_collate()([{"sample_ids": 7}])["sample_ids"].tolist() == [7]

@@ -89,10 +89,12 @@ class PadCollate:
         Exactness: as for `pad_collate`. With ``like`` the dtypes do not depend on which samples are in the
         micro-batch: torch would give it the dtype of the one that comes first.
         """
+        _check_samples(samples, ids)
         numbers = range(len(samples)) if ids is None else ids
         named = [(f"sample {number}", sample) for number, sample in zip(numbers, samples, strict=True)]
         form_told, form = named[0] if self.like is None else (self.like_told, self.like)
         _check_entries(named, form_told, form)
+        self._check_names(form_told, form, adds_ids=ids is not None)
         batch: dict[str, Any] = {}
         for name in form:
             entries = [(who, _as_tensor(sample[name], name, who)) for who, sample in named]
@@ -102,6 +104,20 @@ class PadCollate:
         if ids is not None:
             batch["sample_ids"] = torch.tensor(ids, dtype=torch.int64)
         return batch
+
+    def _check_names(self, form_told: str, form: Mapping[Any, Any], *, adds_ids: bool) -> None:
+        """A name that no sample has would fill nothing, and one that is added would hide the sample's."""
+        strange = [name for name in self.fill_values if name not in form]
+        if strange:
+            raise UsageError(
+                f"pad_collate({strange[0]}=...) fills an entry that {form_told} does not have, which has "
+                f"{sorted(map(str, form))}; mend the name, or leave it out"
+            )
+        if adds_ids and "sample_ids" in form:
+            raise UsageError(
+                f"{form_told} has an entry 'sample_ids', where a loader gives the ids of its own; name the "
+                f"entry otherwise, or give another collate"
+            )
 
     def _form_of(self, name: str, entries: list[_Entry]) -> _Entry:
         """What all entries of a name have to be like."""
@@ -168,6 +184,15 @@ class PadLikeFirst:
                 continue
             self.see(sample_id, sample)
             return
+
+
+def _check_samples(samples: Any, ids: Any) -> None:
+    if not isinstance(samples, Sequence) or isinstance(samples, str | bytes):
+        raise UsageError(f"padding takes a list of samples, and this is a {type(samples).__name__}")
+    if not samples:
+        raise UsageError("padding of no samples has no shape; give at least one, or another collate")
+    if ids is not None and len(ids) != len(samples):
+        raise UsageError(f"{len(ids)} ids were given for {len(samples)} samples; give each its own")
 
 
 def _check_entries(named: list[_Entry], form_told: str, form: Any) -> None:
@@ -241,11 +266,18 @@ def _kind(value: Any) -> str:
 
 def _check_fill(name: str, fill: float, dtype: torch.dtype) -> None:
     """Refuse padding that would become something else in the tensor, such as 156 for -100 in uint8."""
+    if not isinstance(fill, int | float | complex):
+        raise UsageError(
+            f"padding of {name!r} is to hold {fill!r}, which is no number; give pad_collate({name}=...) one"
+        )
     try:
-        held = torch.full((), fill, dtype=dtype).item()
-    except RuntimeError:
+        held: Any = torch.full((), fill, dtype=dtype).item()
+    except (RuntimeError, TypeError, OverflowError):
         held = None
-    if held != fill and fill == fill:
+    # Of the numbers with a point the nearest that the dtype has, and no infinity in its place.
+    rounds = (dtype.is_floating_point or dtype.is_complex) and held is not None
+    is_held = held == fill or (rounds and (fill != fill or abs(held) != float("inf")))
+    if not is_held:
         raise UsageError(
             f"padding of {name!r} is to hold {fill}, which {dtype} can't; give another dtype, or "
             f"pad_collate({name}=...)"
@@ -262,6 +294,12 @@ def _mask(samples: Sequence[Mapping[str, Any]]) -> Tensor:
         raise UsageError(
             f"attention_mask=True marks the tokens of input_ids, and the samples have {sorted(first)}"
         )
+    for number, sample in enumerate(samples):
+        if np.ndim(sample["input_ids"]) != 1:
+            raise UsageError(
+                f"attention_mask=True marks the tokens of input_ids, which in sample {number} of the "
+                f"micro-batch have {np.ndim(sample['input_ids'])} dimensions; give a row of tokens"
+            )
     return pad_sequence(
         [torch.ones(len(sample["input_ids"]), dtype=torch.int64) for sample in samples], batch_first=True
     )

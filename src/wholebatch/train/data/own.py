@@ -60,7 +60,7 @@ class OwnCollation:
         tokens = first.get("input_ids")
         pad = PadCollate(
             attention_mask=tokens is not None and np.ndim(tokens) == 1 and "attention_mask" not in first,
-            fill_values={"input_ids": self.padding_id},
+            fill_values={} if tokens is None else {"input_ids": self.padding_id},
             like=first,
             like_told="sample 0 to train on",
         )

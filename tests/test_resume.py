@@ -331,8 +331,11 @@ def test_facts_are_read_without_tensors(tmp_path):
     assert facts.versions["torch"] == torch.__version__
     assert facts.layout == {
         "global_batch_samples": 12,
+        "global_batch_items": None,
         "micro_batch_samples": 2,
         "micro_batches_per_window": 6,
+        "tokens_per_micro_batch": None,
+        "rows": None,
         "replicas": 1,
         "ranks": 1,
     }

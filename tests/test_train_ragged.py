@@ -542,7 +542,7 @@ def test_a_cost_is_measured_and_written_as_settings(tmp_path: Path) -> None:
     arguments = ["measure", str(file), "--cost", "--rounds", "2", "--json", str(out)]
     result = CliRunner().invoke(app, [*arguments, "--set", "batch.tokens_per_micro_batch=256"])
     assert result.exit_code == 0, result.output
-    assert "[batch]" in result.output
+    assert "set these three in the section [batch]" in result.output
     told_cost = json.loads(out.read_text())
     assert len({(m["samples"], m["longest"]) for m in told_cost["micro_batches"]}) >= 4
     assert max(m["positions"] for m in told_cost["micro_batches"]) <= 256

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
@@ -13,9 +16,10 @@ from torch.utils.data import Dataset
 import wholebatch as wb
 from ranks import run_ranks
 from wholebatch.budget import BudgetPlan, plan_token_budget
-from wholebatch.errors import WholebatchError, WindowUsageError
+from wholebatch.errors import UsageError, WholebatchError, WindowUsageError
 from wholebatch.loading import WindowLoader, pad_collate
 from wholebatch.record import UpdateRecord
+from wholebatch.resume import Checkpoints
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -138,10 +142,9 @@ def length_of(sample: dict[str, Tensor]) -> int:
         ({"replica": 0}, "do not each have a replica of their own; this one has replica=0"),
         ({"seed": 1}, "the loaders of the ranks stand at different places or have different settings"),
         ({"shuffle": False}, "stand at different places or have different settings"),
-        ({"position": 4}, "stand at different places or have different settings"),
         ({"num_epochs": 2}, "stand at different places or have different settings"),
     ],
-    ids=["replica", "seed", "shuffle", "position", "epochs"],
+    ids=["replica", "seed", "shuffle", "epochs"],
 )
 def test_loaders_that_differ_are_refused_on_every_rank(slip: dict[str, Any], words: str) -> None:
     for outcome in run_ranks(drawn_alike, 2, slip, length_of, expect="outcomes"):
@@ -165,7 +168,7 @@ def one_at_its_end(rank: int, ranks: int) -> str:
 
 def test_a_loader_that_cannot_begin_is_told_to_the_others_at_once() -> None:
     first, second = run_ranks(one_at_its_end, 2)
-    assert second.startswith("UsageError: this loader has come to the end")
+    assert second.startswith("WindowUsageError: the loader begins at position 12, and the window has")
     assert first.startswith("OtherRankFailedError"), first
 
 
@@ -209,3 +212,70 @@ def test_ids_of_a_loader_reach_the_record_without_being_handed_on() -> None:
     window = a_window(budget())
     loader = WindowLoader(Rows(range(0)), plan=budget(), collate=without_ids, lengths=LENGTHS)
     assert all(run_one(window, batches).sample_digest for batches in window.batches(loader))
+
+
+def test_a_loader_that_stands_elsewhere_than_the_window_is_refused() -> None:
+    window = a_window(budget())
+    given = {"collate": pad_collate(), "lengths": LENGTHS}
+    loader = WindowLoader(Rows(range(0)), plan=budget(), position=4, **given)
+    with pytest.raises(
+        WindowUsageError,
+        match="begins at position 4, and the window has consumed 0 samples; load the state",
+    ):
+        next(window.batches(loader))
+    assert len(
+        [
+            run_one(window, one)
+            for one in window.batches(WindowLoader(Rows(range(0)), plan=budget(), **given))
+        ]
+    )
+    again = WindowLoader(
+        Rows(range(0)), plan=budget(), num_epochs=2, position=window.counters.position, **given
+    )
+    assert len(list(window.batches(again))) == 3
+
+
+class Counting:
+    """A stream that tells its state."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.read < 12:
+            self.read += 1
+            yield Rows(range(0))[self.read - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+def saved_stream(rank: int, ranks: int, folder: str) -> tuple[str, list[int], list[int]]:
+    plan = budget(ranks)
+    window = a_window(plan, wrapped=True)
+    given = {"plan": plan, "collate": pad_collate(), "lengths": length_of, "replica": rank}
+    loader, checkpoints = WindowLoader(Counting(), **given), Checkpoints(folder)
+    draws = iter(window.batches(loader))
+    run_one(window, next(draws))
+    try:
+        checkpoints.save(window, more={"loader": loader})
+    except UsageError as error:
+        refused = str(error)
+    states: list[Any] = [None] * ranks
+    dist.all_gather_object(states, loader.state_dict())
+    checkpoints.save(window, more={"loader": states})
+    rest = [index for batches in draws for index in batches.sample_ids]
+    resumed, again = a_window(plan, wrapped=True), WindowLoader(Counting(), **given)
+    found = checkpoints.load(resumed)
+    again.load_state_dict(found.more["loader"][rank])
+    return refused, rest, [index for batches in resumed.batches(again) for index in batches.sample_ids]
+
+
+def test_a_stream_on_two_ranks_is_saved_with_the_states_of_both(tmp_path: Path) -> None:
+    for refused, rest, resumed in run_ranks(saved_stream, 2, str(tmp_path)):
+        assert "says nothing of those on the other 1; gather the states of all ranks" in refused
+        assert rest == resumed
+        assert len(rest) == 10

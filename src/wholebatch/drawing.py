@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from wholebatch.budget import AnyPlan
+from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import WindowUsageError
 from wholebatch.loading.batches import WindowBatches
 from wholebatch.ranks.agreement import same_everywhere
@@ -80,6 +80,7 @@ def draw(
     loader: Iterable[Any],
     plan: AnyPlan | None,
     *,
+    position: int,
     count_samples: Callable[[Any], int],
     drops_tail: bool,
 ) -> Iterator[Drawn]:
@@ -88,12 +89,13 @@ def draw(
     Args:
         loader: yields micro-batches or whole windows.
         plan: of the window.
+        position: where the window's counters say that the next update begins.
         count_samples: tells the samples of a micro-batch.
         drops_tail: whether to count samples and to look whether more follow.
 
     Raises:
-        WindowUsageError: micro-batches without a plan that says how many make a window, or whole windows
-            of another plan.
+        WindowUsageError: micro-batches without a plan that says how many make a window; whole windows of
+            another plan; a loader that stands elsewhere than the window.
     """
     if yields_windows(loader):
         theirs = getattr(loader, "plan", None)
@@ -102,8 +104,21 @@ def draw(
                 f"the loader cuts by another plan than the window's: {_difference(theirs, plan)}; give "
                 f"both the same plan"
             )
+        begins = getattr(loader, "position_over_all_replicas", None)
+        if begins is not None and begins != position:
+            raise WindowUsageError(
+                f"the loader begins at position {begins}, and the window has "
+                f"consumed {position} samples; load the state of both from one checkpoint, or make the "
+                f"loader with position=window.counters.position"
+            )
         return map(Drawn, loader)
-    if plan is None or plan.micro_batches_per_window is None:
+    if isinstance(plan, BudgetPlan):
+        raise WindowUsageError(
+            f"the plan cuts by tokens_per_micro_batch={plan.tokens_per_micro_batch}, and a "
+            f"{type(loader).__name__} yields micro-batches that are cut already; draw from a WindowLoader "
+            f"with this plan, or pass lists of micro-batches to window.update yourself"
+        )
+    if plan is None:
         raise WindowUsageError(
             "window.batches needs to know how many micro-batches make a window; give the window "
             "plan=wholebatch.plan_batch(...), draw from a WindowLoader, or pass lists of micro-batches "

@@ -196,7 +196,13 @@ class UpdateWindow:
                 raise PoisonedWindowError(parts.poisoned)
             try:
                 stand = Stand.of(loader)
-                draws = draws or draw(loader, plan, count_samples=parts.count_samples, drops_tail=drops)
+                draws = draws or draw(
+                    loader,
+                    plan,
+                    position=self.counters.position,
+                    count_samples=parts.count_samples,
+                    drops_tail=drops,
+                )
                 drawn = next(draws, None)
             except BaseException:
                 parts.agreement.report_failure()

@@ -121,6 +121,16 @@ class WindowLoader:
         return self._place if isinstance(self._place, int) else int(self._place.samples)
 
     @property
+    def position_over_all_replicas(self) -> int | None:
+        """`position` where it counts the samples of all replicas; None for a stream."""
+        return None if self._is_stream else self.position
+
+    @property
+    def state_is_of_one_rank(self) -> bool:
+        """Whether `state_dict` is that of this replica alone, as of a stream, and each has to be kept."""
+        return self._is_stream
+
+    @property
     def stand(self) -> str:
         """What the loaders of all replicas must have in common before their next window, in words.
 

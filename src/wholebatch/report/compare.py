@@ -183,7 +183,7 @@ def _differences(first: Run, second: Run) -> Iterator[Difference]:
                 yield from differing(kind, words, one.get(key), other.get(key))
 
     def no_vocabulary(key: str) -> bool:
-        return not _is_vocabulary(key)
+        return not _is_vocabulary(key) and key.partition(".")[0] not in ("rows", "rows_probe")
 
     parts = _parts(first), _parts(second)
     settings = _settings(parts[0]), _settings(parts[1])
@@ -218,6 +218,7 @@ def _differences(first: Run, second: Run) -> Iterator[Difference]:
     yield from split("tokens of a micro-batch at most", "tokens_per_micro_batch")
     yield from split("rows", "rows")
     yield from split("D, replicas", "replicas")
+    yield from facts("split", "", *settings, lambda key: key.startswith("batch.cost_"))
     yield from facts("split", "layout: ", *layouts, lambda _key: True)
     yield from facts("split", "version: ", dict(a.versions), dict(b.versions), lambda _key: True)
 

@@ -40,6 +40,7 @@ from wholebatch.resume.contents import (
     filled,
     put_back,
     refuse_misfit,
+    refuse_state_of_one_rank,
     take,
     targets_apart,
 )
@@ -181,6 +182,7 @@ class Checkpoints:
             UsageError: a score that is not finite, or safetensors is needed and missing.
         """
         together = _together(parts, self._process_group)
+        refuse_state_of_one_rank(parts, together.ranks)
         contents = together.all_or_none(lambda: _take_on_edge(parts, score))
         states = together.gather(packed(RandomState.capture()))
         contents.files["rest.pt"]["random"] = states

@@ -223,15 +223,10 @@ def test_a_loader_that_stands_elsewhere_than_the_window_is_refused() -> None:
         match="begins at position 4, and the window has consumed 0 samples; load the state",
     ):
         next(window.batches(loader))
-    assert len(
-        [
-            run_one(window, one)
-            for one in window.batches(WindowLoader(Rows(range(0)), plan=budget(), **given))
-        ]
-    )
-    again = WindowLoader(
-        Rows(range(0)), plan=budget(), num_epochs=2, position=window.counters.position, **given
-    )
+    first = WindowLoader(Rows(range(0)), plan=budget(), **given)
+    assert len([run_one(window, batches) for batches in window.batches(first)]) == 3
+    place = window.counters.position
+    again = WindowLoader(Rows(range(0)), plan=budget(), num_epochs=2, position=place, **given)
     assert len(list(window.batches(again))) == 3
 
 

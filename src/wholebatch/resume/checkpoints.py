@@ -40,10 +40,10 @@ from wholebatch.resume.contents import (
     filled,
     put_back,
     refuse_misfit,
-    refuse_state_of_one_rank,
     take,
     targets_apart,
 )
+from wholebatch.resume.one_rank import refuse_state_of_one_rank
 from wholebatch.resume.randomness import packed, restore
 from wholebatch.resume.sharded import facts_of_parts, need_safetensors, read_apart, write_apart
 from wholebatch.window import UpdateWindow

@@ -71,22 +71,6 @@ class Contents:
     apart: dict[str, Tensor]
 
 
-def refuse_state_of_one_rank(parts: TrainingParts, ranks: int) -> None:
-    """Refuse an object whose state is that of its rank alone, of which the leading rank's would be kept.
-
-    Raises:
-        UsageError: with what to do.
-    """
-    for name, one in parts.objects.items():
-        if ranks > 1 and getattr(one, "state_is_of_one_rank", False):
-            raise UsageError(
-                f"more[{name!r}] is a {type(one).__name__} over a stream, whose state on this rank says "
-                f"nothing of those on the other {ranks - 1}; gather the states of all ranks "
-                f"(torch.distributed.all_gather_object), save their list, more={{{name!r}: states}}, and give "
-                f"each rank found.more[{name!r}][rank] back with load_state_dict"
-            )
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module inside ``DistributedDataParallel`` and ``torch.compile``."""
     while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):

@@ -18,7 +18,7 @@ from wholebatch.checkpoint_folder import begin_folder, finish_folder
 from wholebatch.errors import RecordError
 from wholebatch.record import Evaluation, RunHeader
 from wholebatch.report.curves import BARS, loss_curve, sparkline, unsupervised_line
-from wholebatch.report.run_view import ledger_line, render_run
+from wholebatch.report.run_view import ledger_line, render_run, value_words
 from wholebatch.report.show import show
 from wholebatch.report.summary import run_summary
 from wholebatch.run_log import RunLog
@@ -434,3 +434,9 @@ def test_a_hundred_thousand_updates_are_shown_at_once(folder: Path) -> None:
 def test_show_imports_no_torch() -> None:
     code = "import sys, wholebatch.report.show; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_facts_inside_facts_are_words_too() -> None:
+    assert value_words({"dtype": "float64", "apart": 4.5e-16, "seen": True}) == (
+        "(dtype float64, apart 4.5e-16, seen yes)"
+    )

@@ -218,6 +218,8 @@ def value_words(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
+    if isinstance(value, dict):
+        return f"({joined(value)})"
     return f"{value:.3g}" if isinstance(value, float) else printable(value)
 
 

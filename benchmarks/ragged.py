@@ -107,7 +107,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--global-batch", type=int, default=256, help="samples of an update (256)")
     lengths = parser.add_mutually_exclusive_group()
-    lengths.add_argument("--capped", action="store_true", help="samples of at most 512 tokens (default)")
+    lengths.add_argument(
+        "--capped",
+        type=int,
+        nargs="?",
+        metavar="TOKENS",
+        const=CAPPED_TOKENS,
+        default=CAPPED_TOKENS,
+        help="samples of at most so many tokens, 512 if not given (default)",
+    )
     lengths.add_argument("--uncapped", action="store_true", help="samples as long as they are")
     parser.add_argument("--tokens-per-micro-batch", type=int, default=2048, help="the budget (2048)")
     parser.add_argument("--width", type=int, default=128, help="of the built-in GPT (128)")
@@ -130,18 +138,23 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"--global-batch {options.global_batch}: fixed micro-batches need a multiple of "
             f"{MICRO_BATCH_SAMPLES} samples x {options.ranks} ranks = {together}"
         )
-    if options.tokens_per_micro_batch < CAPPED_TOKENS:
+    if options.tokens_per_micro_batch < options.capped:
         parser.error(
-            f"--tokens-per-micro-batch {options.tokens_per_micro_batch}: give at least {CAPPED_TOKENS}, "
+            f"--tokens-per-micro-batch {options.tokens_per_micro_batch}: give at least {options.capped}, "
             f"the longest of the capped samples"
         )
     return options
+
+
+def _lengths(options: argparse.Namespace) -> str:
+    return "uncapped lengths" if options.uncapped else f"at most {options.capped} tokens"
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """Race the loops."""
     source = loops.ragged(
         capped=not options.uncapped,
+        capped_tokens=options.capped,
         global_batch_samples=options.global_batch,
         width=options.width,
         layers=options.layers,
@@ -221,7 +234,7 @@ def _over_ranks(numbers: list[int]) -> list[int]:
 def _print(rows: list[Row], options: argparse.Namespace) -> None:
     console = Console(width=_WIDTH, highlight=False)
     console.print(
-        f"\n{'un' if options.uncapped else ''}capped lengths, {options.global_batch} samples an update, "
+        f"\n{_lengths(options)}, {options.global_batch} samples an update, "
         f"D={options.ranks}, width {options.width}, {options.layers} layers, {options.heads} heads, "
         f"{options.tokens_per_micro_batch} tokens a micro-batch where a budget cuts, {MICRO_BATCH_SAMPLES} "
         f"samples elsewhere; {options.rounds} rounds, {options.clock} time",
@@ -257,7 +270,7 @@ def _verdict(row: Row) -> str:
 
 
 def _to_dict(rows: list[Row], options: argparse.Namespace) -> dict[str, Any]:
-    settings = {name: value for name, value in vars(options).items() if name not in ("json", "capped")}
+    settings = {name: value for name, value in vars(options).items() if name != "json"}
     return {"versions": versions(), "settings": settings, "rows": [row.to_dict() for row in rows]}
 
 

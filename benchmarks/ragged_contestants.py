@@ -69,10 +69,16 @@ class Ragged:
 
 
 def ragged(
-    *, capped: bool, global_batch_samples: int, width: int = 128, layers: int = 2, heads: int = 4
+    *,
+    capped: bool,
+    global_batch_samples: int,
+    capped_tokens: int = CAPPED_TOKENS,
+    width: int = 128,
+    layers: int = 2,
+    heads: int = 4,
 ) -> Ragged:
     """The embedded topic paragraphs, their ends dropped where they are longer than the cap."""
-    cap = CAPPED_TOKENS if capped else UNCAPPED_TOKENS
+    cap = capped_tokens if capped else UNCAPPED_TOKENS
     settings = DataConfig(source="pydoc", max_tokens_per_sample=cap, too_long="truncate")
     data = load_data(TrainConfig(data=settings))
     lengths: NDArray[np.int64] = data.train.lengths  # type: ignore[attr-defined]  # TokenSamples

@@ -113,7 +113,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="?",
         metavar="TOKENS",
         const=CAPPED_TOKENS,
-        default=CAPPED_TOKENS,
         help="samples of at most so many tokens, 512 if not given (default)",
     )
     lengths.add_argument("--uncapped", action="store_true", help="samples as long as they are")
@@ -127,6 +126,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time")
     parser.add_argument("--without-peers", action="store_true", help="only plain PyTorch and Wholebatch")
     options = parser.parse_args(arguments)
+    options.capped = options.capped or CAPPED_TOKENS  # a default would hide that both were given
     for name in ("ranks", "rounds", "layers", "width", "heads", "global_batch"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give 1 or more")

@@ -298,7 +298,7 @@ def test_what_was_changed_is_said(tmp_path: Path) -> None:
     interrupted(tiny(folder), 2)
     _, _, display = resumed(folder, "model.heads=4", "optimizer.options={eps = 1e-7}")
     words = display.words.getvalue()
-    assert "samples.\nChanged: model.heads 2 -> 4, optimizer.options {} -> {'eps': 1e-07}\n" in words
+    assert "samples.\nChanged: model.heads 2 -> 4, optimizer.options none -> (eps 1e-07)\n" in words
 
 
 def test_switching_an_average_or_a_loss_scale_on_or_off_is_refused(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def value_words(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, dict):
-        return f"({joined(value)})"
+        return f"({joined(value)})" if value else "none"
     return f"{value:.3g}" if isinstance(value, float) else printable(value)
 
 

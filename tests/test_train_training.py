@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +163,15 @@ def test_a_closed_terminal_ends_a_run_like_sigterm(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, found)
 
 
+@pytest.fixture
+def ctrl_c_as_in_a_terminal() -> Iterator[None]:
+    """A job that a script puts in the background has SIGINT ignored, and so has what it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_as_in_a_terminal")
 def test_signals_before_the_first_update_do_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(signals, "os", SimpleNamespace(getpid=lambda: 7, kill=lambda *to: sent.append(to)))

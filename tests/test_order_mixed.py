@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rounds import values_computed
 from wholebatch.errors import PlanError
 from wholebatch.mixing import MixedOrder, Source, whole_weights
 from wholebatch.order import Order, epoch_permutation
-from wholebatch.permutation import Permutation
 
 quick = settings(max_examples=80, deadline=None)
 
@@ -220,14 +220,7 @@ def test_large_numbers_do_not_overflow() -> None:
 
 def test_a_window_costs_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """1e12 samples over 100,000 ranks: the values that are computed, and the memory."""
-    computed: list[int] = []
-    rounds = Permutation._rounds
-
-    def noted(self: Permutation, values: Any, *, undo: bool) -> Any:
-        computed.append(values.size)
-        return rounds(self, values, undo=undo)
-
-    monkeypatch.setattr(Permutation, "_rounds", noted)
+    computed = values_computed(monkeypatch)
     order = MixedOrder(
         sources=(Source(num_samples=10**12, weight=0.9), Source(num_samples=10**6, weight=0.1)),
         global_batch_samples=800_000,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rounds import values_computed
 from wholebatch.order import Order, SampleOrder, epoch_permutation
-from wholebatch.permutation import SORTED_VALUES, Permutation
+from wholebatch.permutation import SORTED_VALUES
 
 RANKS = 100_000
 IMMENSE = SampleOrder(num_samples=10**12, global_batch_samples=8 * RANKS, seed=3)
@@ -21,15 +21,7 @@ IMMENSE = SampleOrder(num_samples=10**12, global_batch_samples=8 * RANKS, seed=3
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many values pass through the rounds, call by call."""
-    seen: list[int] = []
-    rounds = Permutation._rounds
-
-    def noted(self: Permutation, values: Any, *, undo: bool) -> Any:
-        seen.append(values.size)
-        return rounds(self, values, undo=undo)
-
-    monkeypatch.setattr(Permutation, "_rounds", noted)
-    return seen
+    return values_computed(monkeypatch)
 
 
 def window_of(rank: int, position: int = 0) -> list[list[int]]:

@@ -6,13 +6,13 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from math import factorial, isqrt
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rounds import values_computed
 from wholebatch.errors import PlanError
 from wholebatch.permutation import (
     LARGEST_DOMAIN,
@@ -230,22 +230,9 @@ def test_by_rounds_alone_they_would_not() -> None:
 # Cost
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note how many values pass through the rounds at each call."""
-    seen: list[int] = []
-    rounds = Permutation._rounds
-
-    def noted(self: Permutation, values: Any, *, undo: bool) -> Any:
-        seen.append(values.size)
-        return rounds(self, values, undo=undo)
-
-    monkeypatch.setattr(Permutation, "_rounds", noted)
-    return seen
-
-
 def test_few_values_are_walked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a rectangle of a x b less than a places lie outside: fewer than one walk in sqrt(n) goes on."""
-    seen = counted(monkeypatch)
+    seen = values_computed(monkeypatch)
     for num_values in (4097, 10_007, 99_991):
         seen.clear()
         by_rounds(num_values, 0).between(0, num_values)

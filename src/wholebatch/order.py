@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from wholebatch.epochs import EpochCut, cut_epoch
 from wholebatch.errors import PlanError
 from wholebatch.layout import one_of, or_list, set_whole_numbers, show_remainder, whole_number
-from wholebatch.permutation import Permutation, draw_permutation
+from wholebatch.permutation import GOLDEN_RATIO, Permutation, draw_permutation, mix64
 from wholebatch.plan import Tail
 
 # Names how (seed, epoch) becomes an order. A run goes on in the same order only under the same rule; it
@@ -344,10 +344,7 @@ def sample_digest(ids: Iterable[int]) -> int:
     Source: the mixing function is the output step of SplitMix64 (Steele, Lea and Flood 2014).
     """
     checked = [whole_number("sample id", sample, minimum=0) for sample in ids]
-    mixed = np.array(checked, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed = mixed ^ (mixed >> np.uint64(31))
+    mixed = mix64(np.array(checked, dtype=np.uint64) + GOLDEN_RATIO)
     return int(np.sum(mixed, dtype=np.uint64))
 
 

@@ -30,6 +30,8 @@ from wholebatch.errors import PlanError
 SORTED_VALUES = 4096
 ROUNDS = 8
 LARGEST_DOMAIN = 2**62
+# 2**64 over the golden ratio, the step of SplitMix64.
+GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 # Values that pass through the rounds together: their temporaries stay in the processor's cache.
 _BLOCK = 4096
 
@@ -179,8 +181,15 @@ def _rectangle(num_values: int) -> tuple[int, int]:
 
 def _random_function(key: int, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """F: the number that SplitMix64 gives at place ``values`` from the state ``key``."""
-    mixed = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    return mix64(values * GOLDEN_RATIO + np.uint64(key))
+
+
+def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mix the bits of 64-bit numbers, one to one: the output step of SplitMix64.
+
+    Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators".
+    """
+    mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
 

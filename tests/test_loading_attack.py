@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from loading_data import Bad, Ragged, StatefulStream, Stream, lengths_of, windows
 from wholebatch.budget import plan_token_budget
-from wholebatch.errors import JudgeError, UsageError
+from wholebatch.errors import JudgeError, PlanError, UsageError
 from wholebatch.item_order import ItemOrder
 from wholebatch.loading import WindowBatches, WindowLoader, pad_collate
 from wholebatch.loading.ahead import made_in_order
@@ -614,3 +614,14 @@ def test_padding_holds_the_nearest_number_of_its_dtype() -> None:
     assert pad_collate(a=float("inf"))(UNEVEN)["a"][0, 1] == float("inf")
     assert pad_collate(a=float("nan"))(UNEVEN)["a"][0, 1].isnan()
     assert pad_collate()([{"sample_ids": 7}])["sample_ids"].tolist() == [7]
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["list", "function"])
+def test_a_sample_without_tokens_is_named_by_its_id(ahead: bool) -> None:
+    rows = [{"input_ids": list(range(1 + index % 3))} for index in range(20)] + [{"input_ids": []}]
+    plan = plan_token_budget(global_batch_samples=8, tokens_per_micro_batch=18)
+    tokens = [len(row["input_ids"]) for row in rows]
+    lengths = tokens if ahead else lambda sample: len(sample["input_ids"])
+    loader = WindowLoader(rows, plan=plan, lengths=lengths, collate=pad_collate())
+    with pytest.raises(PlanError, match="sample 20 has 0 tokens"):
+        list(loader)

@@ -118,8 +118,9 @@ class PackAlone:
         if not chosen:
             return []
         lengths = [self._length(index, sample) for index, sample in chosen]
-        refuse_too_long(lengths, self.plan, ids=[index for index, _ in chosen])
-        packing = self.plan.pack(lengths, replicas=1)
+        ids = [index for index, _ in chosen]
+        refuse_too_long(lengths, self.plan, ids=ids)
+        packing = self.plan.pack(lengths, replicas=1, ids=ids)
         chosen = list(chosen)
         for place in packing.truncated:
             assert self.cut_short is not None

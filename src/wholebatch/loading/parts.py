@@ -99,7 +99,7 @@ class Parts:
             places = share_of(plan, self.replica).places(0, len(ids))
             return [_Cut(ids[places.start : places.stop], places, ())] if places else []
         self._check_ids(ids, len(self.lengths))
-        packing = plan.pack(self.lengths[ids].tolist())
+        packing = plan.pack(self.lengths[ids], ids=ids)
         if plan.equal_micro_batches and not all(packing.replicas[self.replica]):
             raise UsageError(
                 f"the {len(ids)} samples of the update at position {position} leave replica {self.replica} "

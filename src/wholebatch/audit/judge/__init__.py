@@ -1,0 +1,1 @@
+"""From the traces of all ranks to a judgement. No torch here, and nothing of the window."""

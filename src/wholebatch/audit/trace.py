@@ -314,6 +314,8 @@ class RankTrace:
         unseen: what this watch could not see, in words, one entry each: an engine whose gradients it can't
             reach, ...
         compiled: whether some of the model runs under torch.compile.
+        sharded: for each watched parameter, whether this rank's readings of ``.grad`` are of its shard
+            only: those of all ranks add up to the whole. Empty where none is.
     """
 
     rank: int
@@ -331,3 +333,4 @@ class RankTrace:
     failure: str | None = None
     unseen: tuple[str, ...] = ()
     compiled: bool = False
+    sharded: tuple[bool, ...] = ()

@@ -1,9 +1,11 @@
-"""The command line: plan, train, verify, show.
+"""The command line: plan, train, measure, verify, audit, show.
 
 Exit codes everywhere: 0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 129
 ended by SIGHUP, 130 interrupted, 141 the output was closed, 143 ended by SIGTERM; torchrun turns all but
 0 into 1. Every command takes ``--json FILE`` or ``--json -``.
 Nothing heavy is imported before a command needs it, so that ``wholebatch plan`` answers without torch.
+
+Longer than 400 lines because every option of every command is declared here, one a line.
 """
 
 from __future__ import annotations
@@ -355,6 +357,71 @@ def verify(
     from wholebatch.report.verdict import verify_command
 
     return verify_command(target, ranks=ranks, splits=splits, seed=seed, json_target=json_target)
+
+
+AUDIT_EPILOG = """\b
+Examples:
+  wholebatch audit train.py --lr 0.1
+  wholebatch audit --updates 2 --json audit.json -m my_package.train config.yaml
+  torchrun --nproc-per-node 2 -m wholebatch audit train.py
+  wholebatch audit --list
+\b
+Options of the audit come before the script; all words after it are the script's own.
+Exit codes: 0 nothing wrong, 1 something is, 2 usage, 3 could not judge, 130 interrupted.
+"""
+
+
+@app.command(epilog=AUDIT_EPILOG, context_settings={"allow_interspersed_args": False})
+def audit(
+    script: Annotated[
+        str | None, typer.Argument(metavar="SCRIPT", help="A training script, run as it is.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own words, options too.")
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as after python -m.")
+    ] = False,
+    updates: Annotated[
+        int, typer.Option(min=1, help="Updates to watch; then the script runs on alone.")
+    ] = 4,
+    skip_updates: Annotated[int, typer.Option(min=0, help="Updates before the first that is watched.")] = 0,
+    expect_micro_batches: Annotated[
+        int | None, typer.Option(min=1, metavar="A", help="Micro-batches that an update should have.")
+    ] = None,
+    expect_global_batch: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Samples of an update, all ranks together."),
+    ] = None,
+    replay: Annotated[
+        bool,
+        typer.Option("--replay/--no-replay", help="Run a window again where its loss can't be read."),
+    ] = True,
+    shared_folder: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="That all ranks see, where they are on several machines."),
+    ] = None,
+    list_kinds: Annotated[
+        bool, typer.Option("--list", help="Tell what an audit can find, and end.")
+    ] = False,
+    json_target: JsonTarget = None,
+) -> int:
+    """Watch a training script; name what is wrong with its updates."""
+    from wholebatch.report.audited import audit_command, list_command
+
+    if list_kinds:
+        return list_command(json_target=json_target)
+    return audit_command(
+        [*([] if script is None else [script]), *(arguments or [])],
+        module=module,
+        updates=updates,
+        skip_updates=skip_updates,
+        expect_micro_batches=expect_micro_batches,
+        expect_global_batch_samples=expect_global_batch,
+        replay=replay,
+        shared_folder=shared_folder,
+        json_target=json_target,
+    )
 
 
 SHOW_EPILOG = """\b

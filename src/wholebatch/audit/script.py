@@ -1,0 +1,177 @@
+"""Run somebody's script under the watch, as ``python script.py`` would run it, and judge what was seen."""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+import tokenize
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from wholebatch.audit.gather import clear, collect, leave, shared_folder
+from wholebatch.audit.judge.evidence import Judgement
+from wholebatch.audit.judge.verdict import judge
+from wholebatch.audit.trace import Intent, RankTrace
+from wholebatch.audit.watching import Watching
+from wholebatch.errors import UsageError
+from wholebatch.whereabouts import told
+
+# How long the first rank waits for the others' traces once its own loop is over.
+_WAIT_S = 60.0
+
+Ended = Literal["finished", "exit", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuditedScript:
+    """What came of one script.
+
+    Attributes:
+        judgement: None on ranks other than the first.
+        failure: the exception that ended the script; None where none did.
+        exit_code: that the script itself asked for by ``sys.exit``; 0 otherwise.
+    """
+
+    judgement: Judgement | None
+    failure: BaseException | None
+    exit_code: int
+
+
+def audit_script(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    module: bool = False,
+    updates: int = 4,
+    skip_updates: int = 0,
+    expect_micro_batches: int | None = None,
+    expect_global_batch_samples: int | None = None,
+    replay: bool = True,
+    folder: Path | None = None,
+    tell: Callable[[Judgement], None] = lambda _: None,
+) -> AuditedScript:
+    """Run a script to its end, watching its first updates.
+
+    Args:
+        script: path of a file, or name of a module.
+        arguments: what the script finds in ``sys.argv``.
+        module: run it as ``python -m`` does.
+        updates: to audit, of each optimizer.
+        skip_updates: to let pass before.
+        expect_micro_batches: of one update on one replica, as the user has it.
+        expect_global_batch_samples: of one update, as the user has it.
+        replay: run one window again where its weights can't be read.
+        folder: through which the ranks of several machines meet.
+        tell: called with the judgement as soon as it is reached, on the first rank.
+
+    Returns:
+        AuditedScript: with the judgement, and how the script ended.
+
+    Raises:
+        UsageError: There is no such script.
+    """
+    if not module and not Path(script).is_file():
+        raise UsageError(f"there is no file {script}; give the script to audit, or -m and a module's name")
+    flags = None
+    if expect_micro_batches is not None or expect_global_batch_samples is not None:
+        flags = Intent(
+            micro_batches=expect_micro_batches,
+            global_batch_samples=expect_global_batch_samples,
+            source="--expect-micro-batches"
+            if expect_micro_batches is not None
+            else "--expect-global-batch",
+        )
+    ranks = _Ranks(folder, tell)
+    watching = Watching(
+        updates=updates,
+        skip_updates=skip_updates,
+        flags=flags,
+        replay=replay,
+        own_package=script.partition(".")[0] if module else None,
+    )
+    failure, exit_code, ended = _run(script, arguments, module)
+    trace = watching.end(ended, None if failure is None else told(failure))
+    return AuditedScript(judgement=ranks.judged(trace), failure=failure, exit_code=exit_code)
+
+
+class _Ranks:
+    """The ranks of one job, as its launcher told them."""
+
+    def __init__(self, folder: Path | None, tell: Callable[[Judgement], None]) -> None:
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self._folder = shared_folder(folder) if self._num_ranks > 1 else None
+        self._tell = tell
+
+    def judged(self, trace: RankTrace) -> Judgement | None:
+        """The judgement over all ranks, on the first; the others leave what they saw and go."""
+        if self._folder is None:
+            judgement = judge([trace])
+            self._tell(judgement)
+            return judgement
+        if trace.num_ranks == 1 or trace.rank != self._rank:
+            # it ended before it joined its group
+            trace = _numbered(trace, self._rank, self._num_ranks)
+        leave(trace, self._folder)
+        if self._rank:
+            return None
+        traces = collect(self._folder, self._num_ranks, _WAIT_S)
+        clear(self._folder)
+        judgement = judge([traces[rank] for rank in sorted(traces)])
+        self._tell(judgement)
+        return judgement
+
+
+def _numbered(trace: RankTrace, rank: int, num_ranks: int) -> RankTrace:
+    from dataclasses import replace
+
+    return replace(trace, rank=rank, num_ranks=num_ranks, replica=rank, num_replicas=num_ranks)
+
+
+def _run(script: str, arguments: Sequence[str], module: bool) -> tuple[BaseException | None, int, Ended]:
+    """Run it as Python itself would; what ended it, its exit code, and how it ended."""
+    argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
+    try:
+        if module:
+            sys.argv = [script, *arguments]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [script, *arguments]
+            sys.path[0] = str(Path(script).resolve().parent)
+            _run_file(script)
+    except SystemExit as leaving:
+        return _left(leaving)
+    except BaseException as error:
+        return error, 1, "failed"
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        sys.modules["__main__"] = main
+    return None, 0, "finished"
+
+
+def _left(leaving: SystemExit) -> tuple[BaseException | None, int, Ended]:
+    code = leaving.code
+    if code is None or code == 0:
+        return None, 0, "finished"
+    if isinstance(code, int):
+        return leaving, code, "exit"
+    print(code, file=sys.stderr)
+    return leaving, 1, "exit"
+
+
+def _run_file(script: str) -> None:
+    """As ``__main__``, in a module that stays alive: what the script made may be pickled by name."""
+    with io.open_code(str(Path(script).resolve())) as file:
+        source = file.read()
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+    made: Any = types.ModuleType("__main__")
+    made.__file__ = script
+    made.__builtins__ = __builtins__
+    sys.modules["__main__"] = made
+    exec(compile(source.decode(encoding), script, "exec"), made.__dict__)

@@ -1,0 +1,184 @@
+"""What moved between two backwards though no optimizer did: parameters, and averages of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.audit.trace import Event
+from wholebatch.audit.watch.gradients import Gradients
+
+# Parameters, and elements of each, whose values are compared; versions are of all.
+_SAMPLED_TENSORS = 8
+_SAMPLED_ELEMENTS = 8
+# An average of the weights is nearer to them than this, relative to their size; sums of gradients are not.
+_NEAR = 0.5
+
+
+class ParametersBetween:
+    """Tells whether watched parameters changed since the last look, but for what a step did.
+
+    Args:
+        gradients: that know the parameters.
+    """
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+        self._before: tuple[int, Tensor | None] | None = None
+
+    def forget(self) -> None:
+        """A step may have changed them: the next look begins anew."""
+        self._before = None
+
+    def __call__(self) -> Callable[[], Event | None] | None:
+        """Look, and return what tells (later) whether anything changed."""
+        plain = [p for p in self._gradients.parameters if self._gradients.pieces(p) is None]
+        now = (sum(p._version for p in plain), _sample(plain))
+        before, self._before = self._before, now
+        if before is None or now[1] is None or before[1] is None:
+            return None
+        versions = now[0] - before[0]
+
+        def changed() -> Event | None:
+            same = before[1].shape == now[1].shape and torch.equal(before[1], now[1])  # type: ignore[union-attr]
+            if same and versions <= 0:
+                return None
+            detail = "their values differ" if not same else f"written to {versions} times in place"
+            return Event(kind="parameters_changed", detail=detail)
+
+        return changed
+
+
+class AveragesBetween:
+    """Finds tensors that follow the watched parameters (EMA, teachers), and tells when they move.
+
+    Args:
+        gradients: that know the parameters.
+    """
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+        self._found: list[tuple[str, Any]] = []
+        self._before: list[Tensor | None] = []
+        self._searched = False
+
+    def search(self) -> None:
+        """Look once through everything alive for collections of tensors shaped like the parameters."""
+        if self._searched or not self._gradients.parameters:
+            return
+        self._searched = True
+        parameters = [p for p in self._gradients.parameters if p.dim() > 0]
+        shapes = sorted(tuple(p.shape) for p in parameters)
+        ours = {id(p) for p in parameters} | {id(p.grad) for p in parameters if p.grad is not None}
+        for candidate in gc.get_objects():
+            tensors = _tensors_of(candidate)
+            if tensors is None or len(tensors) < len(shapes) or any(id(t) in ours for t in tensors):
+                continue
+            if _shaped_like(tensors, shapes) and _near(tensors, parameters):
+                self._found.append((type(candidate).__name__, candidate))
+        self._found = _outermost(self._found)
+
+    def forget(self) -> None:
+        """The next look begins anew."""
+        self._before = []
+
+    def release(self) -> None:
+        """Hold nothing any longer."""
+        self._found.clear()
+        self._before.clear()
+
+    def __call__(self) -> Callable[[], Event | None] | None:
+        """Look, and return what tells (later) whether an average moved."""
+        now = [_sample(_tensors_of(holder) or []) for _, holder in self._found]
+        before, self._before = self._before, now
+        names = [name for name, _ in self._found]
+        if not before or len(before) != len(now):
+            return None
+
+        def moved() -> Event | None:
+            for name, old, new in zip(names, before, now, strict=True):
+                if (
+                    old is not None
+                    and new is not None
+                    and old.shape == new.shape
+                    and not torch.equal(old, new)
+                ):
+                    return Event(kind="average", detail=f"an average of the weights ({name}) moved")
+            return None
+
+        return moved
+
+
+def _sample(tensors: Sequence[Tensor]) -> Tensor | None:
+    """A few values of a few of the tensors, evenly spread, copied."""
+    chosen = [t for t in tensors if t.is_floating_point() and t.numel() and t.layout == torch.strided]
+    chosen = chosen[:: max(1, len(chosen) // _SAMPLED_TENSORS)][:_SAMPLED_TENSORS]
+    if not chosen:
+        return None
+    with torch.no_grad():
+        parts = [_values(t) for t in chosen]
+        return torch.cat([part.to(parts[0].device) for part in parts])
+
+
+def _values(tensor: Tensor) -> Tensor:
+    flat = tensor.detach()
+    flat = flat.reshape(-1) if flat.is_contiguous() else flat.flatten()
+    return flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)][:_SAMPLED_ELEMENTS].double()
+
+
+def _tensors_of(candidate: Any) -> list[Tensor] | None:
+    """The tensors of a collection that could be an average of the weights; None for anything else."""
+    kind = type(candidate)
+    if kind is dict or kind.__name__ == "OrderedDict":
+        if not candidate or not isinstance(next(iter(candidate.values()), None), Tensor):
+            return None
+        values = list(candidate.values())
+    elif kind is list or kind is tuple:
+        if not candidate or not isinstance(candidate[0], Tensor):
+            return None
+        values = list(candidate)
+    elif issubclass(kind, nn.Module):
+        values = list(candidate.parameters())
+        if not values:
+            return None
+    else:
+        return None
+    return [v for v in values if isinstance(v, Tensor) and type(v).__name__ in ("Tensor", "Parameter")]
+
+
+def _shaped_like(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> bool:
+    theirs = sorted(tuple(t.shape) for t in tensors if t.dim() > 0)
+    if len(theirs) == len(shapes):
+        return theirs == list(shapes)
+    # buffers may be averaged too, and frozen parameters
+    return all(theirs.count(shape) >= shapes.count(shape) for shape in set(shapes))
+
+
+def _near(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
+    """Whether each parameter has a tensor of its shape near to it in value."""
+    for parameter in parameters:
+        size = float(parameter.detach().double().norm())
+        near = [
+            float((t.detach().double() - parameter.detach().double().to(t.device)).norm()) <= _NEAR * size
+            for t in tensors
+            if t.shape == parameter.shape and t.layout == torch.strided
+        ]
+        if size > 0.0 and not any(near):
+            return False
+    return True
+
+
+def _outermost(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Without what repeats the tensors of one already there (a module's own dict of parameters)."""
+    kept: list[tuple[str, Any]] = []
+    known: set[int] = set()
+    for name, holder in sorted(found, key=lambda entry: not isinstance(entry[1], nn.Module)):
+        identities = {id(t) for t in _tensors_of(holder) or []}
+        if not identities <= known:
+            kept.append((name, holder))
+            known |= identities
+    return kept

@@ -1,0 +1,80 @@
+"""Numbers that the loop prints or logs as its loss."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from wholebatch.audit.watch.patches import Patches
+from wholebatch.audit.watch.watcher import Watch
+
+# a name with "loss" in it and the number that follows
+_LOSS = re.compile(
+    r"(?P<name>[\w/.-]*loss[\w/.-]*)['\"]?\s*[:=]?\s*(?P<number>[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)",
+    re.IGNORECASE,
+)
+# Pieces of one line, before it is read as it is.
+_LONGEST_LINE = 100
+_NOT_OF_TRAINING = ("val", "eval", "test", "valid", "dev")
+
+
+class Logged:
+    """Reads along what is written to the terminal and to a TensorBoard writer.
+
+    Args:
+        watch: that is told.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._patches = Patches()
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "__dict__"):
+                self._patches.wrap(stream, "write", self._writing)
+        self.late()
+
+    def late(self) -> None:
+        """Hook a writer that was imported only since."""
+        writers = sys.modules.get("torch.utils.tensorboard.writer")
+        if writers is not None:
+            self._patches.wrap(writers.SummaryWriter, "add_scalar", self._adding)
+
+    def remove(self) -> None:
+        """Put everything back."""
+        self._patches.restore()
+
+    def _writing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        line: list[str] = []
+
+        def write(text: Any) -> Any:
+            result = original(text)
+            # print writes its arguments one by one
+            if isinstance(text, str) and self._watch.listening:
+                line.append(text)
+                if "\n" in text or "\r" in text or len(line) > _LONGEST_LINE:
+                    self._read("".join(line))
+                    line.clear()
+            return result
+
+        return write
+
+    def _read(self, text: str) -> None:
+        for found in _LOSS.finditer(text) if "oss" in text else ():
+            self._tell(found["name"], found["number"])
+
+    def _adding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def add_scalar(owner: Any, tag: Any, scalar_value: Any, *given: Any, **named: Any) -> Any:
+            result = original(owner, tag, scalar_value, *given, **named)
+            if self._watch.here and "loss" in str(tag).lower():
+                self._tell(str(tag), scalar_value)
+            return result
+
+        return add_scalar
+
+    def _tell(self, name: str, number: Any) -> None:
+        words = re.split(r"[\W_]+", name.lower())
+        if not any(word.startswith(_NOT_OF_TRAINING) for word in words):
+            # the number as it was written, so that the judge knows to how many digits
+            self._watch.tell("logged", value=number, detail=f"{name} {number}")

@@ -19,7 +19,7 @@ class MicroBatch:
 
     Attributes:
         rank: that ran it.
-        index: within the window on that rank, from 0.
+        index: within the window on that rank, from 0; carried ones count down from -1, the latest.
         position: of its event in that rank's trace.
         backward: what was recorded.
         forwards: the outermost forwards since the backward before.
@@ -96,6 +96,13 @@ class Window:
         per_parameter_kappa: kappa differs between parameters.
         clip_factor: what clipping multiplied by; None without a clip.
         complete: False for what was left at the end without a step.
+        relative_terms: where kappa could not be measured but the loss weights are known: weights as if
+            every kappa were 1 (0 where a micro-batch was cleared); only their ratios within one rank mean
+            something.
+        odd_parameters: where ``per_parameter_kappa``: parameters that have another kappa than most, as when
+            they were left out of the reduction; the weights are those that most parameters give.
+        unexplained: relative size of what the optimizer read that no micro-batch delivered; None where all
+            of it is explained or that could not be told.
     """
 
     index: int
@@ -115,6 +122,9 @@ class Window:
     per_parameter_kappa: bool = False
     clip_factor: float | None = None
     complete: bool = True
+    relative_terms: tuple[TermWeights, ...] = ()
+    odd_parameters: tuple[int, ...] = ()
+    unexplained: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,19 +6,21 @@ import io
 import os
 import runpy
 import sys
+import threading
 import tokenize
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from wholebatch.audit.gather import clear, collect, leave, shared_folder
 from wholebatch.audit.judge.evidence import Judgement
 from wholebatch.audit.judge.verdict import judge
+from wholebatch.audit.stall import StallWatch
 from wholebatch.audit.trace import Intent, RankTrace
 from wholebatch.audit.watching import Watching
-from wholebatch.errors import UsageError
+from wholebatch.errors import JudgeError, UsageError
 from wholebatch.whereabouts import told
 
 # How long the first rank waits for the others' traces once its own loop is over.
@@ -53,6 +55,7 @@ def audit_script(
     expect_global_batch_samples: int | None = None,
     replay: bool = True,
     folder: Path | None = None,
+    stall_s: float = 60.0,
     tell: Callable[[Judgement], None] = lambda _: None,
 ) -> AuditedScript:
     """Run a script to its end, watching its first updates.
@@ -67,6 +70,7 @@ def audit_script(
         expect_global_batch_samples: of one update, as the user has it.
         replay: run one window again where its weights can't be read.
         folder: through which the ranks of several machines meet.
+        stall_s: seconds for which all ranks may wait for each other before the job is ended as stalled.
         tell: called with the judgement as soon as it is reached, on the first rank.
 
     Returns:
@@ -88,49 +92,93 @@ def audit_script(
         )
     ranks = _Ranks(folder, tell)
     watching = Watching(
+        audited=ranks.audited,
         updates=updates,
         skip_updates=skip_updates,
         flags=flags,
         replay=replay,
         own_package=script.partition(".")[0] if module else None,
     )
+    ranks.look_for_stalls(watching, stall_s)
     failure, exit_code, ended = _run(script, arguments, module)
     trace = watching.end(ended, None if failure is None else told(failure))
     return AuditedScript(judgement=ranks.judged(trace), failure=failure, exit_code=exit_code)
 
 
 class _Ranks:
-    """The ranks of one job, as its launcher told them."""
+    """The ranks of one job, as its launcher told them: who judges, and when.
+
+    Args:
+        folder: of the user's, through which they meet.
+        tell: called with the judgement, on the first rank.
+    """
 
     def __init__(self, folder: Path | None, tell: Callable[[Judgement], None]) -> None:
         self._rank = int(os.environ.get("RANK", "0"))
         self._num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self._folder = shared_folder(folder) if self._num_ranks > 1 else None
         self._tell = tell
+        self._lock = threading.Lock()
+        self._left = False
+        self._judgement: Judgement | None = None
+        self._stalls: StallWatch | None = None
+
+    def look_for_stalls(self, watching: Watching, patience_s: float) -> None:
+        """Let a thread notice when all ranks wait for each other."""
+        if self._num_ranks > 1:
+            progress = lambda: watching.watch.progress  # noqa: E731 - a name would say no more
+            self._stalls = StallWatch(progress, patience_s, lambda: self._stalled(watching))
+
+    def audited(self, trace: RankTrace) -> None:
+        """Enough updates were seen: judge now, while the loop goes on."""
+        if self._folder is None:
+            self.judged(trace)
+            return
+        self._leave(trace)
+        if not self._rank:
+            threading.Thread(
+                target=self.judged, args=(trace,), name="wholebatch-audit", daemon=True
+            ).start()
 
     def judged(self, trace: RankTrace) -> Judgement | None:
         """The judgement over all ranks, on the first; the others leave what they saw and go."""
-        if self._folder is None:
-            judgement = judge([trace])
-            self._tell(judgement)
-            return judgement
-        if trace.num_ranks == 1 or trace.rank != self._rank:
-            # it ended before it joined its group
-            trace = _numbered(trace, self._rank, self._num_ranks)
-        leave(trace, self._folder)
+        if self._stalls is not None:
+            self._stalls.end()
+        self._leave(trace)
         if self._rank:
             return None
+        with self._lock:
+            if self._judgement is None:
+                self._judgement = judge(self._traces(trace))
+                self._tell(self._judgement)
+        return self._judgement
+
+    def _traces(self, trace: RankTrace) -> list[RankTrace]:
+        if self._folder is None:
+            return [trace]
         traces = collect(self._folder, self._num_ranks, _WAIT_S)
         clear(self._folder)
-        judgement = judge([traces[rank] for rank in sorted(traces)])
-        self._tell(judgement)
-        return judgement
+        return [traces[rank] for rank in sorted(traces)]
 
+    def _leave(self, trace: RankTrace) -> None:
+        if self._folder is None or self._left:
+            return
+        self._left = True
+        if trace.num_ranks == 1:
+            # it ended before it joined its group
+            ranks = {"rank": self._rank, "num_ranks": self._num_ranks}
+            trace = replace(trace, replica=self._rank, num_replicas=self._num_ranks, **ranks)
+        leave(trace, self._folder)
 
-def _numbered(trace: RankTrace, rank: int, num_ranks: int) -> RankTrace:
-    from dataclasses import replace
-
-    return replace(trace, rank=rank, num_ranks=num_ranks, replica=rank, num_replicas=num_ranks)
+    def _stalled(self, watching: Watching) -> None:
+        trace = watching.end("stalled", "this rank waited for others that never came")
+        judgement = self.judged(trace)
+        if self._rank:
+            return
+        # nothing can be raised into a call that waits for ever
+        sys.stdout.flush()
+        wrong = judgement is not None and any(finding.severity == "wrong" for finding in judgement.findings)
+        os._exit(1 if wrong else JudgeError.exit_code)
 
 
 def _run(script: str, arguments: Sequence[str], module: bool) -> tuple[BaseException | None, int, Ended]:

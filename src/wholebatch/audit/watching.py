@@ -15,6 +15,7 @@ from wholebatch.audit.watch.calls import Calls
 from wholebatch.audit.watch.changes import AveragesBetween, ParametersBetween
 from wholebatch.audit.watch.logged import Logged
 from wholebatch.audit.watch.modules import Modules
+from wholebatch.audit.watch.replays import Replays
 from wholebatch.audit.watch.updates import Updates
 from wholebatch.audit.watch.watcher import Watch
 
@@ -44,11 +45,11 @@ class Watching:
         self._trace: RankTrace | None = None
         self._told = audited
         self._lock = threading.RLock()
-        self._replay = replay
         self.watch = Watch(skip_updates=skip_updates, flags=flags, own_package=own_package)
-        self._updates = Updates(self.watch, updates, self._enough)
+        self._replays = Replays(self.watch, replay)
+        self._updates = Updates(self.watch, updates, self._enough, self._replays)
         self._calls = Calls(self.watch, self._updates, Backwards(self.watch, self._updates))
-        self._modules = Modules(self.watch)
+        self._modules = Modules(self.watch, self._replays)
         self._logged = Logged(self.watch)
         parameters = ParametersBetween(self.watch.gradients)
         self._averages = AveragesBetween(self.watch.gradients)
@@ -81,6 +82,7 @@ class Watching:
         self._modules.remove()
         self._logged.remove()
         self._averages.release()
+        self._replays.release()
 
 
 def _alive(kind: type) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class Backwards:
             outputs=tuple(watch.outputs),
         )
         seen.follow(roots[0])
+        self._updates.replays.backward_called(roots[0], given[0] if given else None, self.loss_scale)
         watch.gradients.listen()
         watch.num_forwards = 0
         watch.outputs.clear()
@@ -63,6 +65,8 @@ class Backwards:
         seen.num_collectives += _num_collectives()
         if seen.reader is not None:
             seen.reader.finish()
+        if seen.reader is None or seen.reader.unread:
+            self._updates.replays.unread()
         if seen.num_collectives == 0:
             seen.error = watch.gradients.low_precision_error()
         watch.progress += 1
@@ -81,7 +85,7 @@ def _event(seen: BackwardSeen) -> Recorded:
 def _num_collectives() -> int:
     """How many collectives the default group has issued: its own sequence number."""
     with contextlib.suppress(Exception):
-        group = torch.distributed.group.WORLD
+        group: Any = torch.distributed.group.WORLD
         if torch.distributed.is_initialized() and group is not None:
             return int(group._get_sequence_number_for_group())
     return 0

@@ -317,8 +317,9 @@ class Calls:
 
 def _subclasses(of: type) -> Iterable[type]:
     yield of
-    for subclass in of.__subclasses__():
-        yield from _subclasses(subclass)
+    below: list[type] = of.__subclasses__()
+    for one in below:
+        yield from _subclasses(one)
 
 
 def _parameters_of(owner: Any) -> list[Tensor]:

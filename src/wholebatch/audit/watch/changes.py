@@ -39,12 +39,12 @@ class ParametersBetween:
         plain = [p for p in self._gradients.parameters if self._gradients.pieces(p) is None]
         now = (sum(p._version for p in plain), _sample(plain))
         before, self._before = self._before, now
-        if before is None or now[1] is None or before[1] is None:
+        if before is None:
             return None
-        versions = now[0] - before[0]
+        versions, old, new = now[0] - before[0], before[1], now[1]
 
         def changed() -> Event | None:
-            same = before[1].shape == now[1].shape and torch.equal(before[1], now[1])  # type: ignore[union-attr]
+            same = _same(old, new)
             if same and versions <= 0:
                 return None
             detail = "their values differ" if not same else f"written to {versions} times in place"
@@ -101,12 +101,7 @@ class AveragesBetween:
 
         def moved() -> Event | None:
             for name, old, new in zip(names, before, now, strict=True):
-                if (
-                    old is not None
-                    and new is not None
-                    and old.shape == new.shape
-                    and not torch.equal(old, new)
-                ):
+                if not _same(old, new):
                     return Event(kind="average", detail=f"an average of the weights ({name}) moved")
             return None
 
@@ -122,6 +117,11 @@ def _sample(tensors: Sequence[Tensor]) -> Tensor | None:
     with torch.no_grad():
         parts = [_values(t) for t in chosen]
         return torch.cat([part.to(parts[0].device) for part in parts])
+
+
+def _same(old: Tensor | None, new: Tensor | None) -> bool:
+    """Whether the same values were sampled; what could not be compared counts as the same."""
+    return old is None or new is None or old.shape != new.shape or torch.equal(old, new)
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.audit.trace import Forward
+from wholebatch.audit.watch.replays import Replays
 from wholebatch.audit.watch.watcher import Watch
 
 # Elements of a sample that make up its number; of longer ones so many, evenly spread.
@@ -29,10 +30,11 @@ class Modules:
 
     Args:
         watch: that is told.
+        replays: that capture calls.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, watch: Watch, replays: Replays) -> None:
+        self._watch, self._replays = watch, replays
         self._depth = 0
         self._began: tuple[int, Callable[[], Forward]] | None = None
         self._trained: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -48,14 +50,17 @@ class Modules:
         for hook in self._hooks:
             hook.remove()
 
-    def _begins(self, module: nn.Module, _given: Any) -> None:
+    def _begins(self, module: nn.Module, given: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self._depth += 1
         if self._depth > 1 or not self._watch.here:
             return
         self._began = None
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and self._trains(module):
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        self._replays.forward_begins(module, given)
+        if self._trains(module):
             self._began = (id(module), self._facts(module))
 
     def _ends(self, module: nn.Module, given: Any, named: Any, output: Any) -> None:
@@ -66,6 +71,8 @@ class Modules:
         if self._depth or not watch.here:
             return
         watch.progress += 1
+        if torch.is_grad_enabled():
+            self._replays.forward_called(module, given, named, output)
         if self._began is None or self._began[0] != id(module):
             return
         facts = self._began[1]
@@ -152,7 +159,7 @@ class _Samples:
 
     def fill(self, forward: Forward) -> Forward:
         """The record of the call with its samples in it."""
-        distinct = 0 if self._some is None else min(_DISTINCT_VALUES, self._some.unique().numel())
+        distinct = 0 if self._some is None else min(_DISTINCT_VALUES, len(set(self._some.tolist())))
         numbers = () if self._numbers is None else tuple(int(number) for number in self._numbers.tolist())
         return Forward(
             module=forward.module,

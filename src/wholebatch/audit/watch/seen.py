@@ -58,7 +58,8 @@ class BackwardSeen:
         """Hang something on the graph that is gone when the graph is."""
         if root.grad_fn is not None:
             mark = _Mark()
-            root.grad_fn.metadata["wholebatch"] = mark
+            node: Any = root.grad_fn
+            node.metadata["wholebatch"] = mark
             self.graph = weakref.ref(mark)
 
     def look_back(self) -> None:

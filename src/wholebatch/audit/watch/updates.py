@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wholebatch.audit.trace import Event
 from wholebatch.audit.watch.gradients import PendingSketches, all_zero
+from wholebatch.audit.watch.replays import Replays
 from wholebatch.audit.watch.seen import BackwardSeen, OptimizerSeen, Recorded, quietly
 from wholebatch.audit.watch.watcher import Watch
 
@@ -27,10 +28,12 @@ class Updates:
         watch: that records them.
         updates: to audit, of each optimizer.
         enough: called once, when so many were seen.
+        replays: that run a window again.
     """
 
-    def __init__(self, watch: Watch, updates: int, enough: Callable[[], None]) -> None:
+    def __init__(self, watch: Watch, updates: int, enough: Callable[[], None], replays: Replays) -> None:
         self.watch = watch
+        self.replays = replays
         # the backwards since the last step, as far as they are still on the device
         self.open: list[BackwardSeen] = []
         # did something move, that nobody called? asked before each backward and each step
@@ -58,6 +61,7 @@ class Updates:
             return
         self.look()
         self.look_back()
+        self.replays.gradients_read()
         watch.record(self._stepped(optimizer, seen))
 
     def look_back(self) -> None:
@@ -101,7 +105,7 @@ class Updates:
 
     @quietly
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step that is over, but for one inside that of another optimizer of the same parameters."""
+        """Count a step that is over, but for one inside that of an optimizer of the same parameters."""
         seen = self.watch.optimizer_made(optimizer)
         if seen is not None and not any(seen.shares_with(outer) for outer in self.watch.stepping):
             self.update_ended(seen)
@@ -118,6 +122,7 @@ class Updates:
         watch.gradients.remember()
         for action in self.after_update:
             action()
+        self.replays.update_ended(seen)
         stepped = [other.updates - watch.skip_updates for other in watch.optimizers if other.updates]
         if min(stepped) >= self._updates or max(stepped) >= _FASTEST * self._updates:
             self._enough()
@@ -230,6 +235,7 @@ class Updates:
             Its result, and sketches before and after it.
         """
         self.look_at_gradients()
+        self.replays.gradients_read()
         before = self.read(parameters)
         result = action()
         after = self.read(parameters)

@@ -85,6 +85,20 @@ class Watch:
         return self.on and os.getpid() == self._process
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks of the job, as far as its process group is known."""
+        return 1 if self._ranks is None else self._ranks[1]
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """See nothing meanwhile: what runs is ours."""
+        self.on = False
+        try:
+            yield
+        finally:
+            self.on = True
+
+    @property
     def listening(self) -> bool:
         """Whether gradients are looked at already: not in the updates to be skipped."""
         return self.here and all(seen.updates >= self.skip_updates for seen in self.optimizers)

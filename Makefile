@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: venv train test lint faults benchmark clean
+.PHONY: venv train test lint peers test-peers faults benchmark clean
 
 venv: $(READY)
 
@@ -24,10 +24,19 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Lint and types first, then the fast tests, then those that start processes or train.
+# Lint and types first, then the fast tests, then those that start processes or train, then other libraries.
 test: lint
 	$(BIN)/python -m pytest -m "not slow"
 	$(BIN)/python -m pytest -m slow
+	$(MAKE) test-peers
+
+# Other versions of other libraries, each in a folder of its own under build/peers; two minutes.
+peers: venv
+	$(BIN)/python tests/peers/environments.py
+
+# The audit on scripts that use them, and on the newest ones.
+test-peers: peers
+	$(BIN)/python -m pytest -m peers tests/peers
 
 # Every fault at every place under every layout, and the table of docs/faults.md; some minutes.
 faults: venv

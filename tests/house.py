@@ -92,6 +92,6 @@ def documents() -> list[Path]:
     heads = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "lab/LOG.md"]
     return [
         path
-        for path in [*(ROOT / head for head in heads), *sorted((ROOT / "docs").glob("*.md"))]
+        for path in [*(ROOT / head for head in heads), *sorted((ROOT / "docs").rglob("*.md"))]
         if path.exists()
     ]

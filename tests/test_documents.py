@@ -1,4 +1,4 @@
-"""Every fenced block in README.md and docs/ is what it says: run, compared or parsed.
+"""Every fenced block in README.md, docs/ and docs/defects/ is what it says: run, compared or parsed.
 
 * ```python: executed, in order, in one namespace for each document.
 * ```console: ``$ wholebatch ...`` and ``$ python examples/...`` are run in one temporary folder for
@@ -28,6 +28,7 @@ import pytest
 from house import ROOT, documents
 
 EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DEFECTS = sorted((ROOT / "docs" / "defects").glob("*.md"))
 NOT_RUN = ("make", "torchrun", "pip", "git")
 TIME_LIMIT_S = 280
 
@@ -174,6 +175,59 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.name)
 def test_every_block_does_what_it_says(path, folder):
     run_document(path, folder)
+
+
+@pytest.mark.parametrize("path", DEFECTS, ids=lambda path: path.stem)
+def test_every_defect_is_one_and_is_mended(path, folder):
+    run_document(path, folder)
+
+
+def defect_complaints(kind: str, severity: str, text: str, index: str) -> list[str]:
+    """Return what the page of a kind lacks."""
+    wanted = [f"# `{kind}`\n\n**{severity}**\n", "## Broken\n\n```python\n", "## Mended\n\n```python\n"]
+    wanted += ["## How it shows\n", "## What the audit looks at\n"]
+    found = [f"{kind}.md has no {part!r}" for part in wanted if part not in text]
+    found += [f"{kind}.md: {part} asserts nothing" for part in _parts_without_assertion(text)]
+    if f"[`{kind}`]({kind}.md) | {severity} |" not in index:
+        found.append(f"README.md has no line of {kind}, {severity}")
+    return found
+
+
+def _parts_without_assertion(text: str) -> list[str]:
+    """Return ``Mended`` where it asserts nothing; the broken part is often compared there."""
+    mended = text.partition("## Mended\n")[2].partition("\n## ")[0]
+    return (
+        [] if re.search(r"^ *(assert|torch\.testing\.assert_close)\b", mended, re.MULTILINE) else ["Mended"]
+    )
+
+
+def test_every_kind_has_its_page_and_no_page_is_without():
+    from wholebatch.audit.judge.kinds import KINDS
+
+    folder = ROOT / "docs" / "defects"
+    index = (folder / "README.md").read_text()
+    assert {path.stem for path in DEFECTS} == {"README", *KINDS}
+    complaints = [
+        complaint
+        for kind in KINDS.values()
+        for complaint in defect_complaints(
+            kind.name, kind.severity, (folder / f"{kind.name}.md").read_text(), index
+        )
+    ]
+    assert complaints == []
+    symptoms = (ROOT / "docs" / "symptoms.md").read_text()
+    assert [kind for kind in KINDS if f"(defects/{kind}.md)" not in symptoms] == []
+
+
+def test_a_page_that_lacks_something_is_seen():
+    text = "# `a`\n\n**cost**\n\n## Broken\n\n```python\n```\n"
+    text += "## Mended\n\n```python\nx = 1\n```\n## How it shows\n"
+    assert defect_complaints("a", "wrong", text, "[`a`](a.md) | cost |") == [
+        "a.md has no '# `a`\\n\\n**wrong**\\n'",
+        "a.md has no '## What the audit looks at\\n'",
+        "a.md: Mended asserts nothing",
+        "README.md has no line of a, wrong",
+    ]
 
 
 def broken_links(path: Path) -> list[str]:

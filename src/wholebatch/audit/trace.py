@@ -113,6 +113,7 @@ class Term:
         surrogate: a product with a tensor of both signs that was itself computed from a gradient, as cached
             contrastive losses have: nobody's loss, so its weights say nothing.
         first_target_ignored: for a loss over sequences of labels, None where it can't be told.
+        dtype: of the gradients that the weights were read from: in bfloat16 they are rounded to 4e-3.
     """
 
     key: str
@@ -123,6 +124,7 @@ class Term:
     square: bool = False
     surrogate: bool = False
     first_target_ignored: bool | None = None
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,6 +276,21 @@ class Replayed:
             loop had it: large where the replay itself did not come out.
         dtype: that it ran in.
         unable: why there was no replay; None where there was.
+        compared: ``"read"``: factor and difference are of what the optimizer read; ``"split"``: of the
+            sum over the replayed micro-batches, where what was read holds more than this rank's share, or
+            dropout that no big batch can repeat (factor and difference are then without dropout).
+            ``split_difference`` is still of what was read; on several ranks of the losses' values.
+        split_from_big: relative distance of the replayed micro-batches' sum from the nearest multiple of
+            the big batch's gradient: both in ``dtype``, so that in float64 nothing but rounding of
+            float64 is left where all items weigh alike.
+        replay_rounding: what rounding explains of ``split_from_big``.
+        additive: the loss of the big batch is the sum of the micro-batches' losses, and the modules were
+            given no number of items: a sum, ``factor`` is what each summand weighs, and right is 1/N (in
+            units of what the loss divides by itself, where that is fixed). Equal weights can be judged
+            then, the total only by who knows N.
+        num_samples: of this rank's window.
+        joined: ``"inputs"``: one forward over the samples of all micro-batches; ``"last call"``: the model
+            ran by micro-batch and the last module, the loss, over all of its outputs at once.
     """
 
     update: int = 0
@@ -283,6 +300,12 @@ class Replayed:
     split_difference: float = 0.0
     dtype: str = "float64"
     unable: str | None = None
+    compared: Literal["read", "split"] = "read"
+    split_from_big: float = 0.0
+    replay_rounding: float = 0.0
+    additive: bool = False
+    num_samples: int = 0
+    joined: Literal["inputs", "last call"] = "inputs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,143 @@
+"""Losses that reduce by themselves: how many items they have, and what the reduction does to each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholebatch.audit.watch import graph_nodes as graph
+from wholebatch.audit.watch import loss_traits, unit_weights
+from wholebatch.audit.watch.graph_nodes import Edge, base_name, shape_at
+from wholebatch.audit.watch.loss_plan import Frame, Plan, Probe
+
+_NONE, _MEAN = 0, 1
+
+
+def plan_loss(edge: Edge) -> Plan:
+    """A term that is one such loss."""
+    plan = Plan(operation=base_name(edge[0]).removesuffix("2D"), root=edge)
+    reading_of_loss(plan, Frame(edge=edge, mark=edge, innermost="Sum"))
+    return plan
+
+
+def reading_of_loss(plan: Plan, frame: Frame) -> None:
+    """Add the items of one such loss to a term; of unreduced ones each element's gradient is read."""
+    edge = frame.edge
+    node = edge[0]
+    plan.leaf_depths.append(frame.depth)
+    plan.leaf_names.append(base_name(node))
+    reduction = int(graph.saved(node, "reduction"))
+    plan.square = plan.square or loss_traits.is_square(edge)
+    if base_name(node) in ("NllLoss", "NllLoss2D"):
+        _read_targets(plan, frame, reduction)
+    elif reduction == _NONE:
+        _read_elements(plan, frame)
+    else:
+        _read_reduced(plan, edge, mean=reduction == _MEAN)
+
+
+def _read_elements(plan: Plan, frame: Frame) -> None:
+    """Unreduced losses that were reduced afterwards."""
+    if isinstance(graph.saved(frame.edge[0], "weight"), Tensor):
+        plan.coefficients = "factors"
+    if frame.factor is not None:
+        read_factored(plan, frame)
+        return
+    plan.items.append(frame.probe_mark(unit_weights.elements))
+    shape = shape_at(frame.mark)
+    if len(shape) > 1 and math.prod(shape) > shape[0]:
+        plan.rows.append(frame.probe_mark(unit_weights.rows, per_unit_shape=shape[1:]))
+
+
+def _read_reduced(plan: Plan, edge: Edge, *, mean: bool) -> None:
+    """A mean or sum over all elements of the input (or over its rows)."""
+    node = edge[0]
+    shape = _input_shape(node)
+    if base_name(node) in graph.ROW_LOSSES:
+        shape = shape[:-1]
+    items = math.prod(shape)
+    plan.items.append(Probe(edge, unit_weights.shared(items, mean=mean), by_element=False))
+    if isinstance(graph.saved(node, "weight"), Tensor):
+        plan.coefficients = "factors"
+    if len(shape) > 1 and items > shape[0]:
+        plan.rows.append(Probe(edge, _shared_rows(items, shape[0], mean=mean), per_unit_shape=shape[1:]))
+
+
+def _shared_rows(items: int, rows: int, *, mean: bool) -> unit_weights.Measure:
+    """Rows of equal size: each weighs as much as its elements together."""
+    whole = unit_weights.shared(items, mean=mean)
+
+    def measure(gradient: Tensor) -> Tensor:
+        number, total, lowest, highest = whole(gradient)
+        return torch.stack([number * rows / items, total, lowest * items / rows, highest * items / rows])
+
+    return measure
+
+
+def _input_shape(node: Any) -> tuple[int, ...]:
+    """Shape of what a loss compares with its target."""
+    return max((shape_at(child) for child in graph.edges_below(node)), key=math.prod)
+
+
+def _read_targets(plan: Plan, frame: Frame, reduction: int) -> None:
+    """Items are the targets that are not ignored; class weights count for more or less than one."""
+    edge = frame.edge
+    node = edge[0]
+    if graph.is_checkpointed(node, "target"):
+        plan.items.append(Probe(edge, unit_weights.targets_picked, source=(node, 0), by_element=False))
+        return
+    with torch.no_grad():
+        target = graph.saved(node, "target").detach()
+        ignore = int(graph.saved(node, "ignore_index"))
+        ignore = ignore - (1 << 64) if ignore >= 1 << 63 else ignore
+        keep = target != ignore
+        weight = graph.saved(node, "weight")
+        weights = None
+        if weight is not None:
+            plan.coefficients = "class_weights"
+            weights = torch.where(keep, weight.detach()[target.clamp(0, weight.numel() - 1)], 0)
+            keep = keep & (weights != 0)
+        _note_targets(plan, edge, target != ignore)
+        if reduction == _NONE and frame.factor is not None:
+            read_factored(plan, replace(frame, keep=(*frame.keep, keep)))
+        elif reduction == _NONE:
+            plan.items.append(frame.probe_mark(unit_weights.supervised_elements(keep, weights)))
+        else:
+            units = keep.sum() if weights is None else unit_weights.wide(weights).sum()
+            measure = unit_weights.shared(units, mean=reduction == _MEAN)
+            plan.items.append(Probe(edge, measure, by_element=False))
+
+
+def read_factored(plan: Plan, frame: Frame) -> None:
+    """Items that were multiplied by numbers: their weights without these, and counted by these."""
+    factor = frame.factor
+    assert factor is not None
+    plan.coefficients = "factors"
+    shape = shape_at(frame.mark)
+    masks = [one != 0 for one in (factor, *frame.keep) if _fits(one, shape)]
+    plan.items.append(frame.probe_mark(unit_weights.kept_elements(masks)))
+    if factor.dim() and _fits(factor, shape):
+        plan.weighted.append(frame.probe_mark(unit_weights.kept_elements(masks, factor)))
+
+
+def _fits(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a mask or factor has an entry for each element of a shape."""
+    if tensor.numel() == math.prod(shape):
+        return True
+    sizes = (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
+    return len(sizes) == len(shape) and all(a in (1, b) for a, b in zip(sizes, shape, strict=True))
+
+
+def _note_targets(plan: Plan, edge: Edge, keep: Tensor) -> None:
+    """How many targets are ignored, whether the first is, and which scores they are compared with."""
+    plan.ignored.append((~keep).sum().reshape(1))
+    if plan.first_ignored is None and keep.numel() > 1:
+        plan.first_ignored = ~keep.reshape(-1)[:1]
+    scores = graph.through_views(graph.edges_below(edge[0])[0])
+    if base_name(scores[0]) == "LogSoftmax":
+        plan.scores = scores[0]
+        plan.num_classes = shape_at(scores)[1 if len(shape_at(scores)) > 1 else 0]

@@ -212,6 +212,25 @@ def test_a_parameter_that_is_scaled_alone():
     assert window.total == pytest.approx(2.0)
 
 
+def test_a_parameter_that_was_zeroed():
+    window = only(assemble(trace(backward(5), backward(5), multiply(0.0, to=(2,)), step())))
+    assert window.odd_parameters == (2,)
+
+
+def test_one_of_many_parameters_in_low_precision_left_out_of_the_reduction():
+    ops = [backward(5, 0.1), reduce(to=range(699)), step()]
+    window = only(assemble(traces(ops, ops, num_parameters=700, dtype="bfloat16")))
+    assert window.odd_parameters == (699,)
+
+
+def test_many_kappas():
+    """Eight ranks reduce the first of eight micro-batches instead of the last."""
+    ops = [*[backward(5, 1 / 40, reduces=i == 0) for i in range(8)], step()]
+    window = only(assemble(traces(*[ops] * 8, num_parameters=40)))
+    assert kappas(window)[0] == pytest.approx([1 / 8, *[1.0] * 7])
+    assert kappas(window)[7] == pytest.approx([1 / 8, *[0.0] * 7])
+
+
 def test_gradients_from_nowhere_are_not_explained():
     own = gradient(1)
     window = only(
@@ -287,3 +306,24 @@ def test_skipped_updates_have_no_weights():
     assert window.skipped
     assert window.terms == ()
     assert window.unjudged is None
+
+
+def test_what_was_clipped_and_then_cleared_is_not_read():
+    window = only(assemble(trace(backward(5), backward(5), clip(0.5), clear(), step())))
+    assert kappas(window) == {0: [0.0, 0.0]}
+    assert window.total == 0.0
+
+
+def test_micro_batches_that_were_cleared_have_another_kappa_than_the_rest():
+    window = only(assemble(trace(backward(5), clear(), backward(5), backward(5), step())))
+    assert kappas(window) == {0: pytest.approx([0.0, 1.0, 1.0])}
+    assert window.uniform_kappa is None
+
+
+def test_deliveries_that_cancel_in_one_parameter_are_explained_by_the_others():
+    first, second = gradient(1), gradient(2)
+    second = {**second, 0: -first[0]}
+    rng = np.random.default_rng(0)
+    read = {p: v + 1e-6 * rng.standard_normal(16) for p, v in add((0.5, first), (0.5, second)).items()}
+    ops = [backward(5, delivers=first), backward(5, delivers=second), step(reads=read)]
+    assert only(assemble(trace(*ops))).uniform_kappa == pytest.approx(0.5)

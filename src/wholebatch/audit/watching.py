@@ -87,6 +87,7 @@ class Watching:
 
 def _alive(kind: type) -> list[Any]:
     """Optimizers made before the watch; not those that only wrap another."""
+    gc.collect()  # else those of loops that are over turn up too
     # by type: asking some objects for their class runs code of theirs
     found = [held for held in gc.get_objects() if issubclass(type(held), kind)]
     return [held for held in found if not isinstance(getattr(held, "optimizer", None), kind)]

@@ -159,17 +159,20 @@ def _shaped_like(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -
 
 
 def _near(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
-    """Whether each parameter has a tensor of its shape near to it in value."""
+    """Whether the parameters, all together, have tensors of their shapes near to them in value."""
+    size = distance = 0.0
     for parameter in parameters:
-        size = float(parameter.detach().double().norm())
-        near = [
-            float((t.detach().double() - parameter.detach().double().to(t.device)).norm()) <= _NEAR * size
-            for t in tensors
-            if t.shape == parameter.shape and t.layout == torch.strided
-        ]
-        if size > 0.0 and not any(near):
-            return False
-    return True
+        value = parameter.detach().double()
+        size += float(value.square().sum())
+        distance += min(
+            (
+                float((t.detach().double().to(value.device) - value).square().sum())
+                for t in tensors
+                if t.shape == parameter.shape and t.layout == torch.strided
+            ),
+            default=float("inf"),
+        )
+    return distance <= _NEAR**2 * size
 
 
 def _outermost(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

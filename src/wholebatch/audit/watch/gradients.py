@@ -75,6 +75,8 @@ class Gradients:
         self._sketcher = Sketcher()
         self._seen: list[tuple[int, int]] = []
         self._handles: list[Any] = []
+        # held while a backward runs: re-entrant checkpointing makes the rest of the graph only then
+        self._nodes: list[Any] = []
         self._low_precision: dict[int, Tensor] = {}
 
     def watch(self, parameter: Tensor) -> int:
@@ -99,13 +101,15 @@ class Gradients:
             if leaf.requires_grad and leaf.is_leaf:
                 with contextlib.suppress(RuntimeError):
                     hook = self._receiver(index, cut)
-                    self._handles.append(accumulation_node(leaf).register_prehook(hook))
+                    self._nodes.append(accumulation_node(leaf))
+                    self._handles.append(self._nodes[-1].register_prehook(hook))
 
     def unlisten(self) -> PendingSketches:
         """Remove the hooks and return what was delivered."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._nodes.clear()
         return self.delivered
 
     def read(self, indices: Iterable[int] | None = None) -> PendingSketches:

@@ -62,7 +62,9 @@ class Logged:
 
     def _read(self, text: str) -> None:
         for found in _LOSS.finditer(text) if "oss" in text else ():
-            self._tell(found["name"], found["number"])
+            # "val loss 0.3": the word before it belongs to the name
+            before = text[: found.start()].split()[-1:] if text[: found.start()].endswith(" ") else []
+            self._tell(" ".join([*before, found["name"]]), found["number"])
 
     def _adding(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def add_scalar(owner: Any, tag: Any, scalar_value: Any, *given: Any, **named: Any) -> Any:

@@ -63,13 +63,15 @@ class Modules:
         if self._trains(module):
             self._began = (id(module), self._facts(module))
 
-    def _ends(self, module: nn.Module, given: Any, named: Any, output: Any) -> None:
+    def _ends(self, module: nn.Module, given: Any, *rest: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self._depth = max(0, self._depth - 1)
         watch = self._watch
-        if self._depth or not watch.here:
+        # after an exception inside it torch leaves the arguments by name out
+        if self._depth or not watch.here or len(rest) != 2:
             return
+        named, output = rest
         watch.progress += 1
         if torch.is_grad_enabled():
             self._replays.forward_called(module, given, named, output)

@@ -59,7 +59,7 @@ class BackwardSeen:
         if root.grad_fn is not None:
             mark = _Mark()
             node: Any = root.grad_fn
-            node.metadata["wholebatch"] = mark
+            node.metadata[f"wholebatch {id(mark)}"] = mark
             self.graph = weakref.ref(mark)
 
     def look_back(self) -> None:

@@ -83,7 +83,7 @@ class Sketcher:
         return self._fold(part.view(-1, columns), start // columns, self._columns(columns, part))
 
     def _fold(self, matrix: Tensor, first_row: int, u: Tensor) -> Tensor:
-        by_row = matrix.reshape(-1) if matrix.shape[1] == 1 else matrix @ u
+        by_row = matrix @ u
         rows = self._rows(first_row + matrix.shape[0], matrix)
         return by_row @ rows[first_row : first_row + matrix.shape[0]]
 
@@ -91,6 +91,8 @@ class Sketcher:
         return self._numbers("rows", length, SKETCH_WIDTH, _SEED_ROWS, like)
 
     def _columns(self, length: int, like: Tensor) -> Tensor:
+        if length == 1:
+            return like.new_ones(1)
         return self._numbers("columns", length, 1, _SEED_COLUMNS, like)[:length, 0]
 
     def _numbers(self, name: str, length: int, width: int, seed: int, like: Tensor) -> Tensor:

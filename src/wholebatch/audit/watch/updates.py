@@ -219,8 +219,9 @@ class Updates:
             or sum(watched[index].numel() for index in seen.parameters) in sizes
         )
 
-    def read(self, parameters: Sequence[Tensor]) -> PendingSketches:
-        """Sketches of what ``.grad`` of these parameters holds now."""
+    @quietly
+    def read(self, parameters: Sequence[Tensor]) -> PendingSketches | None:
+        """Sketches of what ``.grad`` of these parameters holds now; None where that failed."""
         indices = [index for p in parameters if (index := self.watch.gradients.index_of(p)) is not None]
         return self.watch.gradients.read(indices)
 

@@ -101,7 +101,8 @@ class Watch:
     @property
     def listening(self) -> bool:
         """Whether gradients are looked at already: not in the updates to be skipped."""
-        return self.here and all(seen.updates >= self.skip_updates for seen in self.optimizers)
+        attempted = max((seen.updates for seen in self.optimizers), default=0)
+        return self.here and attempted >= self.skip_updates
 
     # -- events -------------------------------------------------------------------------------------------
 

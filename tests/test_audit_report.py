@@ -221,6 +221,7 @@ def test_colours_are_for_terminals_only():
     stream = io.StringIO()
     render_report(told, Console(file=stream, force_terminal=True, color_system="standard", width=80))
     assert "\x1b[1;31mIn update 2" in stream.getvalue()
+    assert "\x1b[32m           1\x1b[0m" in stream.getvalue()  # a weight of 1 is green
     plain = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
     assert max(map(len, plain.splitlines())) <= 80
 
@@ -246,7 +247,13 @@ def test_first_sentence(message, first):
 
 @pytest.mark.parametrize(
     ("weights", "text"),
-    [((1.0, 1.00001), "1"), ((0.416666, 4.0), "0.417 to 4"), ((0.0, 0.0), "0"), ((-1.0, -1.0), "-1")],
+    [
+        ((1.0, 1.00001), "1"),
+        ((0.999, 1.01), "0.999 to 1.01"),
+        ((0.416666, 4.0), "0.417 to 4"),
+        ((0.0, 0.0), "0"),
+        ((-1.0, -1.0), "-1"),
+    ],
 )
 def test_weights_in_words(weights, text):
     assert weight_text(*weights) == text

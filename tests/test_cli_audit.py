@@ -221,3 +221,12 @@ def test_the_list_has_every_kind_and_needs_no_script(capsys: Capture):
     listed = json.loads(capsys.readouterr().out)["kinds"]
     assert [entry["kind"] for entry in listed] == list(KINDS)
     assert all(entry["summary"] and entry["page"].startswith("docs/defects/") for entry in listed)
+
+
+def test_the_list_needs_no_torch():
+    script = (
+        "import sys\nfrom wholebatch.cli import main\nmain(['audit', '--list'])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -88,6 +88,13 @@ def test_a_script_that_sets_the_boundary_itself_is_not_held_to_the_configuration
     del engine
 
 
+def test_only_whole_numbers_are_numbers(alone: pytest.MonkeyPatch) -> None:
+    trainer = install(alone, "lightning.pytorch.trainer.trainer", "Trainer")()
+    for said, known in ((True, None), (2.5, None), (0, None), ("4", None), (4.0, 4), (1, 1)):
+        trainer.accumulate_grad_batches = said
+        assert find_intents(None)[0].micro_batches == known
+
+
 def test_older_deepspeed_without_the_switch_is_managed(alone: pytest.MonkeyPatch) -> None:
     engine = make_engine(alone)
     del type(engine).managed_gradient_accumulation

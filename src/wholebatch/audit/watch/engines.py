@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from wholebatch.audit.watch import engines_deepspeed, engines_fsdp
 from wholebatch.audit.watch.engines_base import Engine, Piece, accumulation_node, pieces_of_dtensor
+from wholebatch.audit.watch.engines_deepspeed import update_method, was_applied
 
 __all__ = [
     "Engine",
@@ -23,6 +24,8 @@ __all__ = [
     "data_parallel_place",
     "engine_of",
     "pieces_of_dtensor",
+    "update_method",
+    "was_applied",
     "watched_parameters",
 ]
 

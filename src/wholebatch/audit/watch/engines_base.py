@@ -62,13 +62,6 @@ class Engine(Protocol):
         """
         ...
 
-    def multiplied_in_step(self) -> float:
-        """What the engine itself multiplied pieces by that are read as the optimizer's own step begins.
-
-        That is its clip, and its loss scale taken out. Pieces that are read earlier are as reduced.
-        """
-        ...
-
     def loss_scale(self) -> float:
         """What the engine itself multiplies the loss by before its backward, to take out again."""
         ...

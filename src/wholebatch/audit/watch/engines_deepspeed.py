@@ -3,11 +3,11 @@
 Facts that this file rests on (read in DeepSpeed 0.19.8 and tested against it), most of them private there:
 
 * Gradients are delivered to the model's own parameters, whole in every stage. The optimizer that torch's
-  hooks see steps flat float32 partitions, once for each group, and gets its gradients only then: they
-  have been divided by the loss scale and clipped by then.
-* Until then, when ``engine.step()`` begins, the reduced gradients lie in ``averaged_gradients`` (ZeRO 1
-  and 2), in the optimizer's own flat buffer (bf16, CPU offload), by parameter (ZeRO 3), or in ``.grad``
-  (stage 0).
+  hooks see steps flat float32 partitions, in a call for each of its groups, and gets their gradients only
+  then, clipped and divided by the loss scale.
+* ``DeepSpeedEngine._take_model_step`` is called once an update. When it begins, the reduced gradients, not
+  clipped yet, lie in ``averaged_gradients`` (ZeRO 1 and 2), in the optimizer's own flat buffer (bf16, CPU
+  offload), by parameter (ZeRO 3), or in ``.grad`` (stage 0). So that is where to read them.
 * ``_hp_mapping`` says which range of a parameter lies in this rank's partition (None: no part of it).
 * Without ``gradient_clipping`` in its configuration DeepSpeed clips at norm 1.0.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from wholebatch.audit.watch.engines_base import Piece
 
-_BY_ZERO_3 = "_ZeROOptimizer_Stage3__param_id_to_grad_partition"
+_BY_ZERO_3 = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 class Partitioned:
@@ -49,16 +48,7 @@ class Partitioned:
             return _pieces_of_zero_3(optimizer, parameter)
         if hasattr(parameter, "_hp_mapping"):
             return _pieces_of_fragment(optimizer, parameter)
-        if parameter.grad is None and hasattr(optimizer, "fp32_groups_flat"):
-            return _pieces_of_master(optimizer, parameter)
         return None
-
-    def multiplied_in_step(self) -> float:
-        optimizer = self._engine.optimizer
-        norm = getattr(optimizer, "_global_grad_norm", None)
-        largest = float(getattr(optimizer, "clip_grad", 0.0))
-        clip = 1.0 if norm is None or largest <= 0 else max(1.0, (float(norm) + 1e-6) / largest)
-        return 1.0 / (clip * self.loss_scale())
 
     def loss_scale(self) -> float:
         optimizer = self._engine.optimizer
@@ -71,25 +61,23 @@ class Partitioned:
             return True
         if engine.zero_optimization_stage() >= 2:
             return False
-        managed = getattr(engine, "managed_gradient_accumulation", bool)
         is_set = engine._is_gradient_accumulation_boundary is not None
-        return not engine.is_gradient_accumulation_boundary() if managed() or is_set else None
+        ask = getattr(engine, "managed_gradient_accumulation", None)  # younger than the engine
+        if ask is not None and not ask() and not is_set:  # the script's own call of step says it
+            return None
+        return not engine.is_gradient_accumulation_boundary()
 
     def unseen(self) -> tuple[str, ...]:
         if getattr(self._engine.optimizer, "swap_optimizer", False):
             return ("gradients that DeepSpeed swaps out to disk are not read",)
-        if isinstance(getattr(self._engine.optimizer, "fp16_groups", None), list) and hasattr(
-            self._engine.optimizer, "fp32_groups"
-        ):
-            return ("what DeepSpeed's unfused optimizer reads is not seen while it steps",)
         return ()
 
 
-def _range(local: Tensor, parameter: Any, start: int, copy: int = 0) -> tuple[Piece, ...]:
+def _range(local: Tensor, parameter: Any, start: int) -> tuple[Piece, ...]:
     """A flat range as a piece, without what pads it beyond the parameter's end."""
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
     local = local.detach().flatten()[: max(0, torch.Size(shape).numel() - start)]
-    return (Piece(tensor=local, shape=shape, start=start, copy=copy),) if local.numel() else ()
+    return (Piece(tensor=local, shape=shape, start=start),) if local.numel() else ()
 
 
 def _partition(optimizer: Any, parameter: Any) -> Tensor:
@@ -132,21 +120,28 @@ def _pieces_of_zero_3(optimizer: Any, parameter: Any) -> tuple[Piece, ...]:
     return _range(local, parameter, place * parameter.ds_tensor.ds_numel)
 
 
-def _pieces_of_master(optimizer: Any, parameter: Tensor) -> tuple[Piece, ...]:
-    """Stage 0 in fp16 or bf16, while it steps: one flat float32 copy of all, the same on every rank."""
-    for group, master in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
-        starts = [0, *accumulate(one.numel() for one in group)]
-        for one, start in zip(group, starts, strict=False):
-            if one is parameter and master.grad is not None:
-                local = master.grad.narrow(0, start, one.numel())
-                return _range(local, parameter, 0, copy=dist.get_rank())
-    return ()
+def update_method() -> tuple[type, str] | None:
+    """The class and the method that each DeepSpeed update goes through once; None where not imported.
+
+    Torch's own hooks see the optimizer inside it once for each parameter group.
+    """
+    kind = _engine_class()
+    return None if kind is None else (kind, "_take_model_step")
+
+
+def was_applied(engine: Any) -> bool:
+    """Whether the update that has just ended moved the parameters: not after an overflow."""
+    return not getattr(engine.optimizer, "overflow", False)
+
+
+def _engine_class() -> type | None:
+    module = sys.modules.get("deepspeed.runtime.engine")
+    return getattr(module, "DeepSpeedEngine", None)
 
 
 def engines_alive() -> list[Any]:
     """DeepSpeed engines of this process, found among all objects; none where it isn't imported."""
-    module = sys.modules.get("deepspeed.runtime.engine")
-    kind = getattr(module, "DeepSpeedEngine", None)
+    kind = _engine_class()
     if kind is None:
         return []
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
@@ -154,7 +149,7 @@ def engines_alive() -> list[Any]:
 
 def is_engine(module: nn.Module) -> bool:
     """Whether a module is a DeepSpeedEngine, without importing DeepSpeed."""
-    kind = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
+    kind = _engine_class()
     return kind is not None and isinstance(module, kind)
 
 

@@ -57,9 +57,6 @@ class ShardedModules:
         gradient = parameter.grad
         return pieces_of_dtensor(gradient) if isinstance(gradient, DTensor) else ()
 
-    def multiplied_in_step(self) -> float:
-        return 1.0
-
     def loss_scale(self) -> float:
         return 1.0
 
@@ -147,9 +144,6 @@ class FlatParameters:
         if id(parameter) in self._flats:
             return _pieces_of_flat(self._flats[id(parameter)], parameter.grad)
         return None
-
-    def multiplied_in_step(self) -> float:
-        return 1.0
 
     def loss_scale(self) -> float:
         return 1.0

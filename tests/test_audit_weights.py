@@ -157,22 +157,39 @@ def test_means_by_sequence_are_right_where_each_sequence_weighs_the_same():
 
 def rows(num_rows, per_row, weight, operation="MseLoss"):
     """A dense loss over rows whose elements weigh ``weight`` each."""
-    levels = (level(num_rows, weight, "row", (per_row,)), level(num_rows * per_row, weight))
-    return backward(terms=[term(*levels, key=f"{operation}/0")])
+    by_row = level(num_rows, weight * per_row, "row", (per_row,))
+    return backward(terms=[term(by_row, level(num_rows * per_row, weight), key=f"{operation}/0")])
 
 
-def test_a_sum_over_features_is_not_a_missing_division():
-    (window,) = windows_of([rows(4, 100, 1 / 8), rows(4, 100, 1 / 8), *FINISH])
-    assert window.terms[0].unit == "row"
-    assert window.total == pytest.approx(1.0)
-    (window,) = windows_of([rows(4, 100, 1 / 4), rows(4, 100, 1 / 4), *FINISH])
-    assert (window.terms[0].unit, window.total) == ("row", pytest.approx(2.0))
-    (window,) = windows_of([rows(4, 100, 1 / 400), rows(4, 100, 1 / 400), *FINISH])
-    assert (window.terms[0].unit, window.total) == ("item", pytest.approx(2.0))
-    # as many features as micro-batches: a mean is a mean
-    (window,) = windows_of([rows(4, 2, 1 / 8, "Mean"), rows(4, 2, 1 / 8, "Mean"), *FINISH])
-    assert (window.terms[0].unit, window.total) == ("item", pytest.approx(2.0))
-    # rows of different shapes are no units
+@pytest.mark.parametrize(
+    ("per_row", "weight", "operation", "unit", "total"),
+    [
+        (100, 1 / 8, "MseLoss", "row", 1.0),  # sum / rows / A
+        (100, 1 / 4, "MseLoss", "row", 2.0),  # sum / rows
+        (100, 1 / 800, "MseLoss", "item", 1.0),  # mean / A
+        (100, 1 / 400, "MseLoss", "item", 2.0),  # mean
+        # as many features as micro-batches: a mean that isn't divided and a right sum have the same weights
+        (2, 1 / 8, "Mean", "item", 2.0),
+        (2, 1 / 8, "MseLoss", "item", 2.0),
+        (2, 1 / 8, "Sum", "row", 1.0),
+    ],
+)
+def test_a_sum_over_features_is_not_a_missing_division(per_row, weight, operation, unit, total):
+    (window,) = windows_of([*[rows(4, per_row, weight, operation)] * 2, *FINISH])
+    assert (window.terms[0].unit, window.total) == (unit, pytest.approx(total))
+
+
+def test_the_tail_of_sums_over_features_is_read_as_the_windows_before():
+    once = [*[rows(4, 8, 1 / 16)] * 4, *FINISH]
+    windows = windows_of([*once, *once, rows(4, 8, 1 / 16), *FINISH])
+    assert [(w.terms[0].unit, w.total) for w in windows] == [
+        ("row", pytest.approx(1.0)),
+        ("row", pytest.approx(1.0)),
+        ("row", pytest.approx(0.25)),
+    ]
+
+
+def test_rows_of_different_shapes_are_no_units():
     (window,) = windows_of([rows(4, 100, 1 / 8), rows(4, 50, 1 / 8), *FINISH])
     assert window.terms[0].unit == "item"
 

@@ -13,8 +13,10 @@ from wholebatch.audit.trace import Level, Term
 
 # weights are equal to 1/N within this; where kappa was measured on gradients in low precision
 TOLERANCE, LOW_TOLERANCE = 1e-3, 3e-2
-# reductions that have divided by their elements already: reading them by rows would divide once more
-_MEANS = ("Mean",)
+# Of a dense loss that is a mean over rows of sums, the rows are what is counted; its items, the features of a
+# row, weigh too much by right. What is known as a mean has divided by its elements already: rows would divide
+# once more. What may be either is read by rows only where no usual mistake explains the items' total.
+_MEAN, _SUM = "Mean", "Sum"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,19 +74,25 @@ class _Reading:
     equal: bool
 
 
-def weigh(found: Sequence[Entry], num_replicas: int, *, low: bool = False) -> tuple[TermWeights, ...]:
+def weigh(
+    found: Sequence[Entry], num_replicas: int, usual_number: int, *, low: bool = False
+) -> tuple[TermWeights, ...]:
     """Weigh the items of every term of a window.
 
     Args:
         found: its terms, of all micro-batches and replicas.
         num_replicas: D.
+        usual_number: of micro-batches in a window.
         low: kappas were measured on gradients in low precision.
     """
     groups: dict[tuple[Site, str], list[Entry]] = {}
     for entry in found:
         groups.setdefault((entry.loop, entry.term.key), []).append(entry)
     tolerance = LOW_TOLERANCE if low else TOLERANCE
-    return tuple(_choose(group, num_replicas, tolerance) for group in groups.values())
+    return tuple(
+        _choose(group, _expected({_num_micro_batches(group), usual_number}, num_replicas), tolerance)
+        for group in groups.values()
+    )
 
 
 def is_right(weights: TermWeights, tolerance: float) -> bool:
@@ -104,28 +112,28 @@ def main_term(terms: Sequence[TermWeights], tolerance: float) -> TermWeights | N
     return ordered[0] if ordered else None
 
 
-def _choose(group: Sequence[Entry], num_replicas: int, tolerance: float) -> TermWeights:
+def _choose(group: Sequence[Entry], expected: Sequence[float], tolerance: float) -> TermWeights:
     """The coarsest explicit reading at which all is right, else the one that explains most.
 
     A row is implicit: it only tells a sum over features from a missing division.
     """
     readings = _readings(group, tolerance)
     explicit = [reading for reading in readings if reading.weights.unit != "row"]
-    right = [reading for reading in explicit if reading.right]
-    rows = [reading for reading in readings if reading.weights.unit == "row" and reading.equal]
-    if right:
-        return right[0].weights
-    item = explicit[-1]
-    num_micro_batches = _num_micro_batches(group)
-    if any(reading.right for reading in rows) and item.equal:
-        return next(reading for reading in rows if reading.right).weights
-    expected = _expected(num_micro_batches, num_replicas)
-    best, distance = item, _distance(item.weights.total, expected)
-    for reading in reversed([*explicit[:-1], *(rows if item.equal else ())]):
-        nearer = _distance(reading.weights.total, expected)
-        as_near = nearer <= distance + tolerance and not best.equal
-        if reading.equal and (nearer < distance - tolerance or as_near):
-            best, distance = reading, nearer
+    right = next((reading for reading in explicit if reading.right), None)
+    if right is not None:
+        return right.weights
+    best = item = explicit[-1]
+    distance = _distance(item.weights.total, expected)
+    rows = [reading for reading in readings if reading.weights.unit == "row" and item.equal]
+    summed = group[0].term.operation == _SUM
+    for reading in rows:
+        if reading.right and (summed or distance > tolerance):
+            return reading.weights
+    for reading in reversed([*explicit[:-1], *rows]):
+        other = _distance(reading.weights.total, expected)
+        as_near = other <= distance + tolerance and not best.equal
+        if reading.equal and (other < distance - tolerance or as_near):
+            best, distance = reading, other
     return best.weights
 
 
@@ -136,10 +144,16 @@ def _num_micro_batches(group: Sequence[Entry]) -> int:
     return max(by_rank.values())
 
 
-def _expected(num_micro_batches: int, num_replicas: int) -> list[float]:
-    """Totals that a right or an often seen wrong division gives."""
-    factors = {1.0, float(num_micro_batches), float(num_replicas), float(num_micro_batches * num_replicas)}
-    return sorted({*factors, *(1 / factor for factor in factors)})
+def _expected(numbers: Iterable[int], num_replicas: int) -> list[float]:
+    """Totals that a right or an often seen wrong division gives.
+
+    Args:
+        numbers: of micro-batches: in this window, and in most.
+        num_replicas: D.
+    """
+    whole = {float(number) for number in (1, *numbers)}
+    parts = {one / other for one in whole for other in whole}
+    return sorted({part * power for part in parts for power in (1.0, num_replicas, 1 / num_replicas)})
 
 
 def _distance(total: float, expected: Sequence[float]) -> float:
@@ -156,7 +170,9 @@ def _readings(group: Sequence[Entry], tolerance: float) -> list[_Reading]:
     found = []
     for name in shared:
         levels = [_names(e.term.levels).get(name) or e.term.levels[-1] for e in group]
-        if name[0] == "row" and not _rows_compare(group, levels):
+        if name[0] == "row":
+            levels = _rows(group, levels)
+        if not levels:
             continue
         found.append(_read(group, levels, tolerance))
     if not found or found[-1].weights.unit != "item":
@@ -173,9 +189,22 @@ def _names(levels: Sequence[Level]) -> dict[tuple[str, int], Level]:
     return dict(reversed(named.items()))
 
 
-def _rows_compare(group: Sequence[Entry], levels: Sequence[Level]) -> bool:
+def _rows(group: Sequence[Entry], levels: Sequence[Level]) -> list[Level]:
+    """Rows whose loss is the sum of their elements; empty where rows are no units."""
     shapes = {level.per_unit_shape for level in levels if level.num_units > 0}
-    return len(shapes) <= 1 and group[0].term.operation not in _MEANS
+    if len(shapes) > 1 or group[0].term.operation == _MEAN:
+        return []
+    pairs = [(entry.term.levels[-1], level.num_units) for entry, level in zip(group, levels, strict=True)]
+    return [
+        Level(
+            unit="row",
+            num_units=num_rows,
+            total=item.total * num_rows / item.num_units if item.num_units else 0.0,
+            lowest=item.lowest,
+            highest=item.highest,
+        )
+        for item, num_rows in pairs
+    ]
 
 
 def _read(group: Sequence[Entry], levels: Sequence[Level], tolerance: float) -> _Reading:

@@ -51,14 +51,18 @@ def _windows_of(
     """The windows of one optimizer, each with the position of its step."""
     first = traces[min(parts)]
     directions = num_directions(list(_sketches(traces.values())), first.optimizers[optimizer].parameters)
+    cut: list[tuple[dict[int, RankWindow], Window]] = []
     for number in range(max((len(found) for found in parts.values()), default=0)):
         ranks = {rank: found[number] for rank, found in parts.items() if number < len(found)}
-        window = _assembled(optimizer, number + 1 + first.num_skipped_updates, ranks, traces)
+        index = number + 1 + first.num_skipped_updates
+        cut.append((ranks, _assembled(optimizer, index, ranks, traces)))
+    usual = _usual_number([window for _, window in cut]) or 1
+    for ranks, window in cut:
         judged = window.complete and not window.skipped
         measured = measure(ranks, traces, optimizer, directions) if judged else _NOT_MEASURED
         window = _measured(window, measured, ranks, traces)
         if judged:
-            window = _weighed(window, measured, traces, num_replicas)
+            window = _weighed(window, measured, traces, (num_replicas, usual))
         ends = [part.events[-1][0] for _, part in sorted(ranks.items()) if part.end is not None]
         yield ends[0] if ends else math.inf, window
 
@@ -170,9 +174,9 @@ def _loops(window: Window) -> Mapping[Site, Site]:
 
 
 def _weighed(
-    window: Window, measured: Measured, traces: Mapping[int, RankTrace], num_replicas: int
+    window: Window, measured: Measured, traces: Mapping[int, RankTrace], layout: tuple[int, int]
 ) -> Window:
-    """The window with what its items weigh."""
+    """The window with what its items weigh; ``layout`` is (replicas, usual number of micro-batches)."""
     own = [m for m in _representatives(window, traces) if not m.carried and not m.foreign]
     if not own:
         unjudged = measured.reason if any(end.before for end in window.step.values()) else None
@@ -180,12 +184,12 @@ def _weighed(
     loops = _loops(window)
     unread = _unread(own)
     if measured.reason is not None or any(m.kappa is None for m in own):
-        terms = weigh(entries(own, loops, measured=False), num_replicas)
+        terms = weigh(entries(own, loops, measured=False), *layout)
         reason = measured.reason or "some micro-batches' part in the gradients could not be measured"
         return replace(window, unjudged=reason, relative_terms=terms)
     trace = traces[min(window.step)]
     low = _is_low(window, trace)
-    terms = weigh(entries(own, loops, measured=True), num_replicas, low=low)
+    terms = weigh(entries(own, loops, measured=True), *layout, low=low)
     main = main_term(terms, LOW_TOLERANCE if low else TOLERANCE)
     if main is None:
         return replace(window, unjudged=unread or "the loss has no terms whose weights mean anything")

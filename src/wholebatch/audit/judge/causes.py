@@ -16,11 +16,18 @@ _CHANGES = ("scale_changed_inside_window", "clip_inside_window", "clip_before_un
 
 # for each kind those that explain it, the likeliest cause first
 CAUSES: Mapping[str, tuple[str, ...]] = {
-    "clear_inside_window": ("clear_ignored",),
     "never_cleared": ("step_inside_window", "clear_ignored"),
     "optimizer_without_gradients": ("clear_ignored", "clear_inside_window"),
+    "step_inside_window": ("uncounted_items",),
+    "clear_inside_window": ("clear_ignored", "optimizer_without_gradients"),
     "stale_gradients": ("never_cleared", "clear_ignored"),
-    "uncounted_items": (*_CLEARS, "tail_dropped", *_REDUCTIONS, "optimizer_without_gradients"),
+    "uncounted_items": (
+        *_CLEARS,
+        "tail_dropped",
+        *_REDUCTIONS,
+        "optimizer_without_gradients",
+        "scale_changed_inside_window",
+    ),
     "unequal_item_weights": (
         "nonfinite_gradients",
         *_CLEARS,
@@ -49,6 +56,7 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     "tail_carried_over": (*_CLEARS, *_STEPS),
     "tail_dropped": (*_CLEARS, *_STEPS),
     "unequal_micro_batch_counts": (*_CLEARS, *_STEPS, *_REDUCTIONS),
+    "parameters_changed_inside_window": ("nonfinite_gradients",),
     "schedule_inside_window": ("tail_carried_over",),
     "schedule_too_fast": ("schedule_inside_window",),
     "average_inside_window": ("tail_carried_over",),

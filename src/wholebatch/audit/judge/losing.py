@@ -10,7 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wholebatch.audit.judge.evidence import Evidence, MicroBatch, Window
-from wholebatch.audit.judge.reading import applied_windows, is_inferred, own, pass_positions
+from wholebatch.audit.judge.reading import (
+    applied_windows,
+    is_inferred,
+    kept,
+    own,
+    pass_positions,
+    was_cleared,
+)
 from wholebatch.audit.trace import Sketches
 
 Loss = Literal["", "inside", "edge", "skipped by hand", "kept by hand"]
@@ -21,12 +28,12 @@ OTHER_DIRECTION = 0.998
 
 def cleared(window: Window, rank: int) -> list[MicroBatch]:
     """Return the backwards of this window that were cleared."""
-    return [m for m in own(window, rank) if m.lost == "cleared"]
+    return [m for m in own(window, rank) if was_cleared(window, m)]
 
 
 def surviving(window: Window, rank: int) -> list[MicroBatch]:
     """Return those that were not."""
-    return [m for m in own(window, rank) if m.lost != "cleared"]
+    return kept(window, rank)
 
 
 def losses_of(evidence: Evidence, optimizer: int) -> Mapping[int, Loss]:

@@ -3,6 +3,7 @@ should be. No torch here."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from wholebatch.audit.trace import Event, EventKind, Place, RankTrace
 Rule = Callable[[Evidence], Iterable[Finding]]
 Across = Literal["items", "micro_batches", "replicas"]
 
-FINE_TOLERANCE = 1e-3
+# losses in bfloat16 round what flows back to them by up to 2 ** -8, whatever gradients are kept in
+FINE_TOLERANCE = 4e-3
 COARSE_TOLERANCE = 3e-2
 LARGE_NORM = 1e3  # a cap on the norm from here up, never reached, only measures
 INFERRED = "inferred"
@@ -53,7 +55,15 @@ def own(window: Window, rank: int) -> list[MicroBatch]:
 
 def kept(window: Window, rank: int) -> list[MicroBatch]:
     """Return those that weren't cleared."""
-    return [m for m in own(window, rank) if m.lost != "cleared"]
+    return [m for m in own(window, rank) if not was_cleared(window, m)]
+
+
+def was_cleared(window: Window, micro_batch: MicroBatch) -> bool:
+    """Whether a clear came after a backward that is lost; one scaled to nothing was not cleared."""
+    events = window.events.get(micro_batch.rank, ())
+    return micro_batch.lost == "cleared" and any(
+        e.kind == "clear" and p > micro_batch.position and concerns(e, window.optimizer) for p, e in events
+    )
 
 
 def loops(micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
@@ -139,7 +149,7 @@ def events_between(window: Window, *kinds: EventKind) -> Iterator[Between]:
     What lies at another optimizer's edge is left out: it belongs there.
     """
     for rank in window.micro_batches:
-        positions = sorted(m.position for m in kept(window, rank) if m.lost == "")
+        positions = sorted(m.position for m in kept(window, rank))
         other_steps = [p for p, e in window.events.get(rank, ()) if e.kind in ("step", "skip")]
         for r, position, event in events_of(window, *kinds):
             earlier = [p for p in positions if p < position]
@@ -148,6 +158,11 @@ def events_between(window: Window, *kinds: EventKind) -> Iterator[Between]:
                 continue
             if not any(earlier[-1] < p < later[0] for p in other_steps):
                 yield Between(window=window, rank=rank, event=event)
+
+
+def num_forwards(window: Window, rank: int) -> int:
+    """Return the forwards of a window on a rank, those included that no backward followed."""
+    return sum(event.kind == "forward" for _, event in window.events.get(rank, ()))
 
 
 def pass_positions(window: Window, rank: int) -> list[int]:
@@ -190,6 +205,8 @@ def updates_text(windows: Sequence[Window]) -> str:
 
 def number(value: float) -> str:
     """Return a number in three or four digits: ``8.3``, ``0.25``, ``1536``."""
+    if not math.isfinite(value):
+        return str(value)
     return f"{value:.0f}" if abs(value - round(value)) < 5e-4 * abs(value) else f"{value:.3g}"
 
 

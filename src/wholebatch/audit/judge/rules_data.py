@@ -91,11 +91,22 @@ def duplicate_samples(evidence: Evidence) -> Iterable[Finding]:
             )
         elif _is_sure(within):
             fixed = len({_samples(m) for w in applied for r in w.micro_batches for m in own(w, r)}) == 1
-            severe = shows(within, applied) and not fixed
+            restarted = any(_begins_inside(w) for w, _ in within)
+            severe = shows(within, applied) and (restarted or not fixed)
             text = "{2} had the same samples as another one of the same update on rank {0}"
             yield _duplicates(evidence, within, "wrong" if severe else "note", text)
         else:
             yield from _overlap(evidence, applied)
+
+
+def _begins_inside(window: Window) -> bool:
+    """Whether a pass over data begins between a window's backwards: the same one, fetched again."""
+    for rank in window.micro_batches:
+        positions = [m.position for m in kept(window, rank)]
+        begins = [p for p, e in window.events.get(rank, ()) if e.kind == "pass" and e.value == 1.0]
+        if positions and any(min(positions) < p < max(positions) for p in begins):
+            return True
+    return False
 
 
 def _is_sure(found: Sequence[tuple[Window, list[Pair]]]) -> bool:

@@ -20,6 +20,7 @@ from wholebatch.audit.judge.reading import (
     is_near,
     kept,
     loops,
+    num_forwards,
     number,
     optimizers_of,
     own,
@@ -56,8 +57,9 @@ def _leftover(evidence: Evidence, window: Window) -> Leftover:
             return "ignored"
     if not carried:
         return ""
-    first = min(m.position for m in carried)
-    events = trace_of(evidence, carried[0].rank).events[first:]
+    events = trace_of(evidence, carried[0].rank).events
+    first = next((p for p, e in enumerate(events) if e.backward is not None), 0)
+    events = events[first:]
     clears = [e for e in events if e.kind == "clear" and concerns(e, window.optimizer) and _is_whole(e)]
     if clears:
         return "stepped early"
@@ -77,10 +79,14 @@ def _clears(
     """Return calls to clear between a backward and the end of a window that did not clear it."""
     end = max((p for p, _ in window.events.get(rank, ())), default=position)
     events = enumerate(trace_of(evidence, rank).events)
+    active = {w.optimizer for w in evidence.windows}
     return [
         (p, e)
         for p, e in events
-        if position < p < end and e.kind in ("clear", "clear_call") and concerns(e, optimizer)
+        if position < p < end
+        and e.kind in ("clear", "clear_call")
+        # an optimizer that never steps was cleared in place of this one
+        and (concerns(e, optimizer) or not active.intersection(e.optimizers))
     ]
 
 
@@ -180,21 +186,24 @@ def clear_inside_window(evidence: Evidence) -> Iterable[Finding]:
     for optimizer in optimizers_of(evidence):
         losses = losses_of(evidence, optimizer)
         applied = applied_windows(evidence, optimizer)
-        windows = [w for w in applied if losses.get(w.index) == "inside"]
+        windows = [w for w in applied if losses.get(w.index) == "inside" and _some_survive(w)]
         if not shows(windows, applied):
             continue
         first = windows[0]
         rank = next(r for r in first.micro_batches if cleared(first, r))
         lost, stay = cleared(first, rank), surviving(first, rank)
-        where = "between its backwards" if stay else "between backward and step"
         yield finding(
             evidence,
             "clear_inside_window",
             windows,
-            f"{updates_text([first])}, gradients were cleared {where}: {len(lost)} of "
+            f"{updates_text([first])}, gradients were cleared between its backwards: {len(lost)} of "
             f"{plural(len(lost) + len(stay), 'micro-batch')} were thrown away.",
             place=_clear_place(first, lost[0]),
         )
+
+
+def _some_survive(window: Window) -> bool:
+    return any(surviving(window, rank) for rank in window.micro_batches)
 
 
 def _clear_place(window: Window, lost: MicroBatch) -> Place | None:
@@ -205,7 +214,7 @@ def _clear_place(window: Window, lost: MicroBatch) -> Place | None:
 def step_inside_window(evidence: Evidence) -> Iterable[Finding]:
     """The optimizer stepped before all micro-batches of the update were added."""
     for optimizer in optimizers_of(evidence):
-        yield from _fewer_than_said(evidence, optimizer) or _growing_sums(evidence, optimizer)
+        yield from _growing_sums(evidence, optimizer) or _fewer_than_said(evidence, optimizer)
 
 
 def _fewer_than_said(evidence: Evidence, optimizer: int) -> list[Finding]:
@@ -235,6 +244,10 @@ def _fewer_than_said(evidence: Evidence, optimizer: int) -> list[Finding]:
 def _divided_by(evidence: Evidence, windows: Sequence[Window]) -> int:
     """Return what every micro-batch was divided by, if that is more than any window has; else 0."""
     if evidence.num_replicas > 1 or any(len(w.terms) != 1 or not w.total or is_right(w) for w in windows):
+        return 0
+    if any(num_forwards(w, rank) > len(own(w, rank)) for w in windows for rank in w.micro_batches):
+        return 0  # forwards without a backward explain it as well
+    if any(m.lost for w in windows for rank in w.micro_batches for m in own(w, rank)):
         return 0
     divisors = {round(seen_micro_batches(w) / abs(w.total or 1.0)) for w in windows}
     divisor = divisors.pop() if len(divisors) == 1 else 0

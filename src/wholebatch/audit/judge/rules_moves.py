@@ -37,7 +37,7 @@ def schedule_inside_window(evidence: Evidence) -> Iterable[Finding]:
         several = [w for w in complete_windows(evidence, optimizer) if _length(w) > 1]
         seen = [(w, place, times) for w in several for place, times in _moves_inside(w)]
         windows = list({w.index: w for w, *_ in seen}.values())
-        if not shows(windows, several):
+        if not shows(windows, several) and not any(times > 1 for *_, times in seen):
             continue
         window, place, times = seen[0]
         yield finding(

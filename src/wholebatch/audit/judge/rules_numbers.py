@@ -22,8 +22,8 @@ from wholebatch.audit.judge.reading import (
 )
 
 WORTH_SAYING, WORTH_MENDING = 1e-3, 1e-2
-SAME_NUMBER = 1e-3
-TOLD_APART = 1e-2
+SAME_NUMBER = 1e-4
+TOLD_APART = 5e-4
 
 
 def memory_grows(evidence: Evidence) -> Iterable[Finding]:
@@ -63,7 +63,6 @@ def _one_backward(evidence: Evidence, optimizer: int) -> Iterable[Finding]:
     found = [(w, m) for w in applied_windows(evidence, optimizer) if (m := _many_forwards(w, said))]
     if found:
         window, m = found[0]
-        sure = said == m.backward.num_forwards
         yield finding(
             evidence,
             "memory_grows",
@@ -71,7 +70,6 @@ def _one_backward(evidence: Evidence, optimizer: int) -> Iterable[Finding]:
             f"{updates_text([window])}, one backward served {m.backward.num_forwards} forwards: the "
             f"activations of "
             f"all of them were held at once.",
-            severity="cost" if sure else "note",
             place=place_of(m),
         )
 

@@ -10,6 +10,8 @@ from wholebatch.audit.judge.reading import (
     Across,
     applied_windows,
     finding,
+    is_near,
+    num_forwards,
     number,
     optimizers_of,
     own,
@@ -55,6 +57,7 @@ def _spread(window: Window, term: TermWeights) -> Iterator[tuple[Across, float]]
     }
     if not weights:
         return
+    yield from _cut_inside(window, term)
     inside = max(high / max(low, NO_WEIGHT) for low, high in weights.values())
     by_key = {key: (low + high) / 2 for key, (low, high) in weights.items()}
     if inside > limit:
@@ -73,6 +76,36 @@ def _spread(window: Window, term: TermWeights) -> Iterator[tuple[Across, float]]
         yield "micro_batches", ratio
     elif ratio > limit:
         yield "replicas", ratio
+
+
+def _cut_inside(window: Window, term: TermWeights) -> Iterator[tuple[Across, float]]:
+    """Yield the spread of items behind means that were taken first and aren't those of sequences.
+
+    Means of the forwards that one backward serves are means of micro-batches; pieces that are all of one
+    length but the last are pieces of no meaning.
+    """
+    if term.unit != "group" or term.coefficients == "factors":
+        return
+    for m in [m for rank in window.micro_batches for m in own(window, rank)]:
+        for seen in m.backward.terms:
+            group, item = seen.levels[0], seen.levels[-1]
+            spread = item.highest / item.lowest if item.lowest > 0 else 1.0
+            if seen.key != term.key or group.unit != "group" or spread <= 1 + 2 * tolerance(window):
+                continue
+            num_samples = sum(len(forward.samples) for forward in m.forwards)
+            if num_samples == group.num_units:
+                continue
+            if group.num_units == m.backward.num_forwards > 1:
+                yield "micro_batches", spread
+            elif _is_cut_in_pieces(group.num_units, item.num_units, spread):
+                yield "items", spread
+
+
+def _is_cut_in_pieces(num_pieces: float, num_items: float, spread: float) -> bool:
+    """Whether items fall into pieces of one whole length and a shorter last one."""
+    length = num_items / (num_pieces - 1 + 1 / spread)
+    last = length / spread
+    return num_pieces > 2 and all(abs(x - round(x)) <= 1e-3 * x for x in (length, last))
 
 
 def _entries(term: TermWeights) -> dict[tuple[int, int], tuple[float, float, float]]:
@@ -107,6 +140,8 @@ def _unequal_text(term: TermWeights, across: Across, ratio: float) -> str:
     times = number(ratio)
     if across == "items":
         low, high = entries[most][1], entries[most][2]
+        if high <= 1.001 * low:  # the pieces themselves weigh alike
+            return f"means of pieces are averaged, and items of a short piece count {times} times others"
         return (
             f"items of one micro-batch count differently: from {number(low)} to {number(high)} times "
             f"their share of 1/{number(term.num_units)}"
@@ -194,6 +229,7 @@ def uncounted_items(evidence: Evidence) -> Iterable[Finding]:
             if losses.get(w.index, "") != "kept by hand" and _uncounted(w)
         ]
         if not windows:
+            yield from _never_differentiated(evidence, optimizer)
             continue
         first = windows[0]
         lost = _uncounted(first)
@@ -208,6 +244,28 @@ def uncounted_items(evidence: Evidence) -> Iterable[Finding]:
             f" reached no gradient that the optimizer read.",
             severity="note" if by_hand else "wrong",
             place=place_of(lost[0]),
+        )
+
+
+def _never_differentiated(evidence: Evidence, optimizer: int) -> Iterable[Finding]:
+    """Forwards that no backward followed, where the rest weighs just its part of what they all would."""
+    found = [
+        (w, forwards, backwards)
+        for w in applied_windows(evidence, optimizer)
+        for rank in list(w.micro_batches)[:1]
+        if (forwards := num_forwards(w, rank)) > (backwards := len(own(w, rank))) > 0
+        and w.total is not None
+        and is_near(abs(w.total), backwards / forwards, w)
+    ]
+    if found:
+        window, forwards, backwards = found[0]
+        yield finding(
+            evidence,
+            "uncounted_items",
+            [w for w, *_ in found],
+            f"{updates_text([window])}, {forwards} micro-batches went through the model and "
+            f"{backwards} through backward: the others reached no gradient.",
+            place=place_of(own(window, next(iter(window.micro_batches)))[-1]),
         )
 
 

@@ -10,6 +10,7 @@ from test_audit_terms import alike, read
 transformers = pytest.importorskip("transformers")
 
 
+@pytest.mark.slow
 def test_a_llama_counts_its_shifted_labels() -> None:
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2

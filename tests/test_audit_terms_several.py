@@ -307,7 +307,8 @@ def test_autocast_losses_are_read_in_float32() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_model_with_an_eager_loss() -> None:
+def test_a_compiled_model_with_an_eager_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # torch shows progress by it: no thread left
     model = torch.compile(nn.Linear(4, 5), backend="aot_eager")
     p = Problem()
     (term,) = read(F.cross_entropy(model(p.inputs), TARGETS))

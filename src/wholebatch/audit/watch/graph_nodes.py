@@ -142,7 +142,10 @@ def through_views(edge: Edge) -> Edge:
 
 
 def as_tensor(value: Any) -> Tensor | None:
-    """A saved operand with dimensions; None for numbers and scalars."""
+    """A saved operand with dimensions; None for numbers and scalars.
+
+    Exactness: the same numbers.
+    """
     if isinstance(value, Tensor) and value.dim() > 0:
         return value.detach()
     return None

@@ -18,12 +18,18 @@ _CHUNK_ELEMENTS = 1 << 21
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In the widest floating dtype that the device has."""
+    """In the widest floating dtype that the device has.
+
+    Exactness: the same numbers (float32 where the device has no float64).
+    """
     return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
 def without_repeats(gradient: Tensor) -> tuple[Tensor, int]:
-    """A gradient that was expanded, with each repeated element once, and how often it was repeated."""
+    """A gradient that was expanded, with each repeated element once, and how often it was repeated.
+
+    Exactness: the same numbers.
+    """
     repeats = 1
     for dim in range(gradient.dim()):
         if gradient.stride(dim) == 0 and gradient.size(dim) > 1:
@@ -34,7 +40,10 @@ def without_repeats(gradient: Tensor) -> tuple[Tensor, int]:
 
 def spread(weights: Tensor, keep: Tensor, coefficients: Tensor | None = None) -> Tensor:
     """Number, total, lowest and highest of the weights that are kept, each unit counted by its
-    coefficient."""
+    coefficient.
+
+    Exactness: exact in real arithmetic.
+    """
     none = torch.zeros_like(weights)
     counted = torch.where(keep, torch.ones_like(weights) if coefficients is None else coefficients, none)
     total = torch.where(keep, weights * counted, none).sum()
@@ -48,7 +57,10 @@ def spread(weights: Tensor, keep: Tensor, coefficients: Tensor | None = None) ->
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The four numbers of all parts together."""
+    """The four numbers of all parts together.
+
+    Exactness: exact in real arithmetic.
+    """
     if len(parts) == 1:
         return parts[0]
     table = torch.stack(list(parts))
@@ -69,7 +81,10 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def elements(gradient: Tensor) -> Tensor:
-    """Each element with a gradient is a unit; worked through in pieces, so that it takes little memory."""
+    """Each element with a gradient is a unit; worked through in pieces, so that it takes little memory.
+
+    Exactness: exact in real arithmetic.
+    """
     once, repeats = without_repeats(gradient)
     pieces = []
     for piece in torch.split(once.reshape(-1), _CHUNK_ELEMENTS):
@@ -108,21 +123,30 @@ def supervised_elements(keep: Tensor, coefficients: Tensor | None = None) -> Mea
 
 def fitted(tensor: Tensor, gradient: Tensor) -> Tensor:
     """A mask or a factor in the shape of a gradient: reshaped where the elements are as many, else
-    expanded."""
+    expanded.
+
+    Exactness: the same numbers.
+    """
     if tensor.numel() == gradient.numel():
         return tensor.reshape(gradient.shape)
     return tensor.expand(gradient.shape)
 
 
 def rows(gradient: Tensor) -> Tensor:
-    """Each entry of the first dimension is a unit, with the summed weight of its elements."""
+    """Each entry of the first dimension is a unit, with the summed weight of its elements.
+
+    Exactness: exact in real arithmetic.
+    """
     dtype = wide(gradient.new_zeros(())).dtype
     weights = gradient.sum(dim=tuple(range(1, gradient.dim())), dtype=dtype)
     return spread(weights, weights != 0)
 
 
 def targets_picked(gradient: Tensor) -> Tensor:
-    """From the gradient of log-probabilities: each position with a target has one that is not zero."""
+    """From the gradient of log-probabilities: each position with a target has one that is not zero.
+
+    Exactness: exact in real arithmetic.
+    """
     return elements(gradient.sum(dim=min(1, gradient.dim() - 1)))
 
 

@@ -15,7 +15,7 @@ from wholebatch.audit.trace import Level, Term
 TOLERANCE, LOW_TOLERANCE = 1e-3, 3e-2
 # Of a dense loss that is a mean over rows of sums, the rows are what is counted; its items, the features of
 # a row, weigh too much by right. What is known as a mean has divided by its elements already: rows would
-# divide once more. What may be either is read by rows only where no usual mistake tells the items' total.
+# divide once more. What may be either is read by rows only where no usual mistake explains its total.
 _MEAN, _SUM = "Mean", "Sum"
 
 

@@ -38,8 +38,8 @@ def _bits(m: MicroBatch) -> float:
     bits = 0.0
     for forward in m.forwards:
         elements, values = math.prod(forward.shape), forward.num_distinct_values
-        few = 2 <= values < min(elements, 256)
-        bits += elements * (math.log2(values) if few else 32.0 if values > 1 else 0.0)
+        few = values < min(elements, 256) or elements < 8
+        bits += elements * (math.log2(max(values, 1)) if few else 32.0)
     return bits
 
 

@@ -394,12 +394,14 @@ def test_nothing_is_changed_by_a_replay():
         for inputs, targets in batches([3, 3]):
             watched.backward(criterion(model(inputs), targets))
     model[0][2].eval()
+    torch.rand(1), random.random(), np.random.rand()
     state = copy.deepcopy(model.state_dict())
     grads = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters()}
     modes = [module.training for module in model.modules()]
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
     hooks = (len(torch.nn.modules.module._global_forward_hooks), len(model._forward_hooks))
-    assert replay(watched.capture, watched.read(), 1).unable is None
+    found = replay(watched.capture, watched.read(), 1)
+    assert found.split_difference < found.rounding  # with dropout, as it was on then
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
     for name, parameter in model.named_parameters():
         assert parameter.grad is grads[name][0]
@@ -413,19 +415,22 @@ def test_nothing_is_changed_by_a_replay():
 
 def test_a_loss_that_reaches_past_its_copy_is_refused_and_leaves_no_gradient():
     model = mlp()
+    first, _, last = model
 
     class Reaching(nn.Module):
-        def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-            return FusedMean.apply(hidden[0](inputs), targets, 1.0)
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = last
 
-    hidden = {0: model}.get, [model]
-    hidden = hidden[1]
+        def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+            return FusedMean.apply(self.last(first(inputs)), targets, 1.0)  # from outside
+
     reaching = Reaching()
     with Watched([model]) as watched:
         for inputs, targets in batches([3]):
             watched.backward(reaching(inputs, targets))
     read = watched.read()
-    assert replay(watched.capture, read, 1).unable is not None
+    assert "past its own copy" in str(replay(watched.capture, read, 1).unable)
     assert all(torch.equal(read[name], p.grad) for name, p in model.named_parameters())
 
 

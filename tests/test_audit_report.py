@@ -269,6 +269,8 @@ def test_places_lose_their_folders_first():
 def test_events_in_words():
     begins = event("pass", value=1.0).events[0]
     scheduled = event("schedule", value=0.0003, through="accelerate", detail="LambdaLR").events[0]
+    logged = event("logged", value=0.25, detail="loss 0.25 after 3").events[0]
+    assert event_words(logged) == "logged: loss 0.25 after 3"
     assert event_words(begins) == "pass over the data begins"
     assert event_words(scheduled) == "schedule moved to a rate of 0.0003: LambdaLR (by accelerate)"
 

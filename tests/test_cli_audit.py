@@ -212,6 +212,22 @@ def test_other_ranks_say_nothing(auditor, capsys: Capture):
     assert not Path("found.json").exists()
 
 
+def test_the_example_is_found_out(tmp_path):
+    example = Path(__file__).parents[1] / "examples" / "audit_mean_of_means.py"
+    command = [sys.executable, "-m", "wholebatch", "audit", "--updates", "2", "--json", "-", str(example)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    document = json.loads(done.stdout)
+    assert done.returncode == 1
+    (wrong,) = [finding for finding in document["findings"] if finding["severity"] == "wrong"]
+    assert (wrong["kind"], wrong["across"]) == ("unequal_item_weights", "micro_batches")
+    assert Path(wrong["file"]).name == example.name
+    assert example.read_text().splitlines()[wrong["line"] - 1].strip() == "(loss / ACCUMULATE).backward()"
+    first = document["updates"][0]
+    assert (first["micro_batches"], first["items"]) == (4, 164)
+    assert abs(first["max_weight"] - 164 / 6 / 4) < 1e-3
+    assert done.stderr.startswith("In update ")
+
+
 def test_the_list_has_every_kind_and_needs_no_script(capsys: Capture):
     assert main(["audit", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -72,6 +72,8 @@ def place_text(place: Place, width: int) -> str:
 def event_words(event: Event) -> str:
     """Write one event in a few words."""
     words = EVENT_WORDS[event.kind]
+    if event.kind == "logged" and event.detail:  # which has the number in it
+        return f"{words}: {printable(event.detail)}"
     if event.kind == "pass" and event.value is not None:
         words += " begins" if event.value else " ends"
     elif event.value is not None and event.kind in _VALUE_WORDS:

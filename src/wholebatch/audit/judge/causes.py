@@ -54,7 +54,7 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     ),
     "tail_weight": (*_CLEARS, *_STEPS, "tail_dropped"),
     "tail_carried_over": (*_CLEARS, *_STEPS),
-    "tail_dropped": (*_CLEARS, *_STEPS),
+    "tail_dropped": _CLEARS,
     "unequal_micro_batch_counts": (*_CLEARS, *_STEPS, *_REDUCTIONS),
     "parameters_changed_inside_window": ("nonfinite_gradients",),
     "schedule_inside_window": ("tail_carried_over",),

@@ -209,13 +209,6 @@ PEERS = (
         why=DEVISED,
     ),
     Peer(
-        script="deepspeed_loop.py 0 twice",
-        environment="deepspeed",
-        gradient=(0.25, 0.25),
-        finds=(Finding(kind="total_weight", factor=0.25),),
-        why="The engine's backward divides by the window itself.",
-    ),
-    Peer(
         script="deepspeed_loop.py 2 twice",
         environment="deepspeed",
         gradient=(0.25, 0.25),

@@ -62,7 +62,9 @@ def run(words: Sequence[str], environment: str, folder: Path) -> Outcome:
 def audit(peer: Peer, folder: Path) -> Outcome:
     """``wholebatch audit`` of a script, as a user calls it."""
     script, *arguments = peer.script.split()
-    launcher = [*LAUNCHER, str(peer.ranks)] if peer.ranks > 1 else []
+    # DeepSpeed wants a launcher for one rank too.
+    launched = peer.ranks > 1 or peer.environment == "deepspeed"
+    launcher = [*LAUNCHER, str(peer.ranks)] if launched else []
     module = ["-m", "wholebatch", "audit", "--json", "OUT", str(HERE / "scripts" / script), *arguments]
     return run([*launcher, *module], peer.environment, folder)
 

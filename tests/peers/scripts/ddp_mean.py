@@ -24,4 +24,5 @@ for _epoch in range(2):
         optimizer.zero_grad()
         language.next_word_loss(wrapped(batch["input_ids"]), batch["labels"]).backward()
         optimizer.step()
+dist.barrier()
 dist.destroy_process_group()

@@ -42,4 +42,5 @@ for _epoch in range(2):
             (loss * replicas / targets).backward()
         optimizer.step()
         optimizer.zero_grad()
+dist.barrier()
 dist.destroy_process_group()

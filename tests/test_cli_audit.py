@@ -212,6 +212,7 @@ def test_other_ranks_say_nothing(auditor, capsys: Capture):
     assert not Path("found.json").exists()
 
 
+@pytest.mark.slow
 def test_the_example_is_found_out(tmp_path):
     example = Path(__file__).parents[1] / "examples" / "audit_mean_of_means.py"
     command = [sys.executable, "-m", "wholebatch", "audit", "--updates", "2", "--json", "-", str(example)]

@@ -297,3 +297,9 @@ def test_a_rule_is_silent_on_the_right_twin(kind):
     found = kinds(judge(CASES[kind][1]()))
     assert kind not in found
     assert "wrong" not in found.values(), found
+
+
+def test_a_forward_outside_explains_the_reductions():
+    judgement = judge(CASES["forward_outside_scope"][0]())
+    (each,) = [f for f in judgement.findings if f.kind == "reduced_every_micro_batch"]
+    assert each.caused_by == "forward_outside_scope"

@@ -267,3 +267,11 @@ def test_replicas_with_unequal_counts_and_exact_weights_are_a_note():
 def test_toy_samples_agree_by_chance():
     toy = [backward(items=2, weight=0.25, samples=(1, 1), shape=(2, 1), num_distinct_values=2)] * 2
     assert judge(trace(*[*toy, step(), clear()] * 3)).findings == ()
+
+
+def test_an_own_sum_that_rounding_blurs_loses_nothing():
+    one, two = gradient(1), gradient(2)
+    read = add((1.0, one), (1.0, two), (0.02, gradient(3)))
+    made = [backward(items=5, weight=0.1, delivers=one), clear()]
+    made += [backward(items=5, weight=0.1, delivers=two), step(reads=read), clear()]
+    assert wrong(judge(trace(*made * 3))) == []

@@ -91,6 +91,7 @@ RIGHT_LOOPS: dict[str, Right] = {
     "fsdp": Right(file="ranks_and_libraries", objective="images", ranks=2, slow=True),
     "fabric": Right(file="ranks_and_libraries", objective="images", slow=True),
     "lightning": Right(file="ranks_and_libraries", objective="images", slow=True),
+    "trainer": Right(file="ranks_and_libraries", slow=True),
 }
 
 

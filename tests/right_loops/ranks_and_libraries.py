@@ -90,3 +90,41 @@ def lightning() -> nn.Module:
         enable_model_summary=False,
     ).fit(module, image_loader())
     return module.net
+
+
+def trainer() -> nn.Module:
+    """The newest Trainer on a causal LM with ragged sequences."""
+    import tempfile
+
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    from broken_loops.shared import IGNORED, texts
+
+    def collate(sequences):
+        pad = nn.utils.rnn.pad_sequence
+        return {
+            "input_ids": pad(sequences, batch_first=True),
+            "labels": pad(sequences, batch_first=True, padding_value=IGNORED),
+        }
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes))
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=4,
+            max_grad_norm=0.0,
+            max_steps=3,
+            optim="sgd",
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            train_sampling_strategy="sequential",
+        )
+        Trainer(model=model, args=arguments, train_dataset=texts(), data_collator=collate).train()
+    return model

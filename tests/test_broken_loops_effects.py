@@ -311,6 +311,41 @@ def test_the_number_printed_is_not_the_loss_of_the_update(name, capsys):
         assert capsys.readouterr().out.count("loss") == 3
 
 
+# Which samples of each window of 16 reach the gradient, and with which total weight.
+READS_ONLY = {
+    "clear_inside_window": (12, 16, 0.25),
+    "clear_inside_window/by_hand": (12, 16, 0.25),
+    "clear_inside_window/off_by_two": (8, 16, 0.5),
+    "uncounted_items": (12, 16, 0.25),
+    "uncounted_items/running_loss": (12, 16, 0.25),
+    "uncounted_items/continue": (0, 12, 0.75),
+}
+
+
+@pytest.mark.parametrize("name", READS_ONLY)
+def test_only_a_part_of_each_window_reaches_the_gradient(name):
+    first, last, weight = READS_ONLY[name]
+    for k, step in enumerate(watch(loop(name).broken).steps):
+        _, truth = big_batch("images", step.parameters, range(16 * k + first, 16 * k + last), 48)
+        assert compare(step.gradients, truth) == pytest.approx((weight, 0.0), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, e in EXPECTED.items() if e.kind in ("never_cleared", "clear_ignored")][:5]
+)
+def test_each_update_has_all_earlier_gradients_in_it(name):
+    expected = EXPECTED[name]
+    assert not expected.library
+    assert expected.ranks == 1
+    earlier = None
+    updates = samples_of_updates((expected.samples,), expected.num_samples)
+    for step, indices in zip(watch(loop(name).broken).steps, updates, strict=True):
+        _, own = big_batch("images", step.parameters, indices, 48)
+        total = own if earlier is None else [a + b for a, b in zip(own, earlier, strict=True)]
+        assert compare(step.gradients, total) == pytest.approx((1.0, 0.0), abs=1e-5)
+        earlier = total
+
+
 @pytest.mark.slow
 def test_a_rank_with_more_micro_batches_waits_for_one_that_has_ended():
     (name,) = FAILING

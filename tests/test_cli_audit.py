@@ -27,6 +27,7 @@ DEFAULTS = {
     "expect_global_batch_samples": None,
     "replay": True,
     "folder": None,
+    "stall_s": 60.0,
 }
 
 
@@ -40,8 +41,11 @@ class Auditor:
         self.failure: BaseException | None = None
 
     def audit_script(self, script: str, arguments: list[str], **options: Any) -> Any:
+        tell = options.pop("tell")
         self.called.append((script, list(arguments), options))
         print(self.prints, end="")
+        if self.says is not None:
+            tell(self.says)
         return types.SimpleNamespace(judgement=self.says, failure=self.failure, exit_code=0)
 
 

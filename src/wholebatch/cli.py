@@ -401,6 +401,10 @@ def audit(
         Path | None,
         typer.Option(metavar="FOLDER", help="That all ranks see, where they are on several machines."),
     ] = None,
+    stall_seconds: Annotated[
+        float,
+        typer.Option(min=0, metavar="S", help="End a job whose ranks wait for others so long; 0 never."),
+    ] = 60.0,
     list_kinds: Annotated[
         bool, typer.Option("--list", help="Tell what an audit can find, and end.")
     ] = False,
@@ -420,6 +424,7 @@ def audit(
         expect_global_batch_samples=expect_global_batch,
         replay=replay,
         shared_folder=shared_folder,
+        stall_seconds=stall_seconds,
         json_target=json_target,
     )
 

@@ -144,6 +144,7 @@ class Forward:
         holds_reduction: the wrapper was told before this forward not to reduce; None without a wrapper.
         wrapper: ``"DistributedDataParallel"``, ``"FSDPModule"``, ``"FullyShardedDataParallel"``,
             ``"DeepSpeedEngine"`` or ``""``.
+        input_needs_gradient: an input that nothing computed asks for its gradient, as a saliency map does.
         inside_wrapper: False where a module that is wrapped was called past its wrapper
             (``model.module(x)``).
     """
@@ -158,6 +159,7 @@ class Forward:
     holds_reduction: bool | None = None
     wrapper: str = ""
     inside_wrapper: bool = True
+    input_needs_gradient: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,6 +38,7 @@ def audit_command(
     expect_global_batch_samples: int | None = None,
     replay: bool = True,
     shared_folder: Path | None = None,
+    stall_seconds: float = 60.0,
     json_target: str | None = None,
 ) -> int:
     """Audit a script and tell the result, on the first rank.
@@ -50,6 +51,7 @@ def audit_command(
         expect_global_batch_samples: samples of one update over all replicas that are meant.
         replay: whether a window whose loss can't be read is run again.
         shared_folder: seen by all ranks; ``None`` for one of this machine.
+        stall_seconds: for which all ranks may wait for each other before the job is ended; 0 for ever.
         json_target: file for the JSON, ``"-"`` for stdout, or ``None``.
 
     Returns:
@@ -64,6 +66,14 @@ def audit_command(
     _check_script(script, module=module)
     from wholebatch.audit.script import audit_script
 
+    command = [*(["-m"] if module else []), *words]
+    told: list[Judgement] = []
+
+    def tell(judgement: Judgement) -> None:
+        told.append(judgement)
+        _tell(judgement, json_target)
+        write_json(judgement_document(judgement, command=command), json_target)
+
     with script_prints_beside(json_target):
         audited = audit_script(
             script,
@@ -75,15 +85,17 @@ def audit_command(
             expect_global_batch_samples=expect_global_batch_samples,
             replay=replay,
             folder=shared_folder,
+            stall_s=stall_seconds,
+            # as soon as it is known, while the script goes on; stdout is the JSON's only when that is over
+            tell=tell if json_target != STDOUT else told.append,
         )
     if audited.failure is not None:
         _tell_failure(audited.failure)
     if audited.judgement is None:
         # The first rank tells it for all. 0 even where it failed here: else torchrun would end that rank.
         return CLEAN
-    _tell(audited.judgement, json_target)
-    command = [*(["-m"] if module else []), *words]
-    write_json(judgement_document(audited.judgement, command=command), json_target)
+    if json_target == STDOUT:
+        tell(audited.judgement)
     if isinstance(audited.failure, KeyboardInterrupt):
         raise audited.failure
     return exit_code_of(audited.judgement)

@@ -284,10 +284,13 @@ def stale_gradients(evidence: Evidence) -> Iterable[Finding]:
         applied = applied_windows(evidence, optimizer)
         foreign = [(w, stale) for w in applied if (stale := _foreign(w))]
         found = foreign or [(w, stale) for w in applied if (stale := _probes(evidence, w, applied))]
+        what = "of another optimizer's loss" if foreign else "from a backward before the loop began"
+        if not found:
+            found = [(w, stale) for w in applied if (stale := _asked_for_inputs(w))]
+            what = "from a backward that asked for the gradient of an input"
         if not found:
             continue
         window, stale = found[0]
-        what = "of another optimizer's loss" if foreign else "from a backward before the loop began"
         yield finding(
             evidence,
             "stale_gradients",
@@ -321,6 +324,23 @@ def _probes(evidence: Evidence, window: Window, applied: Sequence[Window]) -> li
     return found
 
 
+def _asked_for_inputs(window: Window) -> list[MicroBatch]:
+    """Return backwards for an input's gradient (a saliency map), beside those that train."""
+    found = []
+    for rank in window.micro_batches:
+        groups = loops([m for m in kept(window, rank) if m.kappa != 0])
+        asked = [
+            g
+            for g in groups
+            if all(f.input_needs_gradient for m in g for f in m.forwards) and g[0].forwards
+        ]
+        others = [g for g in groups if not any(f.input_needs_gradient for m in g for f in m.forwards)]
+        unread = [g for g in asked if all(not m.backward.terms for m in g)]
+        if others:
+            found += [m for g in unread for m in g]
+    return found
+
+
 def optimizer_without_gradients(evidence: Evidence) -> Iterable[Finding]:
     """A step on no gradients at all."""
     for optimizer in optimizers_of(evidence):
@@ -330,7 +350,7 @@ def optimizer_without_gradients(evidence: Evidence) -> Iterable[Finding]:
             continue
         first = windows[0]
         unseen = any(trace.unseen for trace in evidence.traces)
-        zero = any(m.backward.delivered for rank in first.micro_batches for m in surviving(first, rank))
+        zero = any(event.before for event in first.step.values())
         name = evidence.traces[0].optimizers[optimizer].name
         parameters = max(event.num_parameters for event in first.step.values())
         yield finding(

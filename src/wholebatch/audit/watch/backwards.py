@@ -42,7 +42,7 @@ class Backwards:
             loss=roots[0].detach().clone() if len(roots) == 1 and roots[0].numel() == 1 else None,
             reader=TermReader(roots[0], given[0] if given else None) if len(roots) == 1 else None,
             unread=f"backward was called on {len(roots)} tensors at once" if len(roots) > 1 else None,
-            loss_scale=self.loss_scale,
+            loss_scale=self._scale(),
             learning_rates=tuple(watch.learning_rates()),
             num_forwards=watch.num_forwards,
             in_step=bool(watch.stepping),
@@ -56,6 +56,11 @@ class Backwards:
         watch.outputs.clear()
         seen.num_collectives = -_num_collectives()
         return seen
+
+    def _scale(self) -> Tensor | None:
+        """What the loss was multiplied by: by a GradScaler, or by an engine."""
+        own = next((one.loss_scale() for one in self.watch.engines), 1.0)
+        return self.loss_scale if own == 1.0 else torch.tensor(own)
 
     @quietly
     def ended(self, seen: BackwardSeen) -> None:

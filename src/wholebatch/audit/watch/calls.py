@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as loaders
 
 from wholebatch.audit.watch.backwards import Backwards
+from wholebatch.audit.watch.engines_deepspeed import update_method, was_applied
 from wholebatch.audit.watch.patches import Patches
 from wholebatch.audit.watch.updates import Updates
 from wholebatch.audit.watch.watcher import Watch
@@ -44,6 +45,8 @@ class Calls:
         self._steps: list[ExitStack] = []
         # schedulers that are moving: one may move others
         self._moving = 0
+        # an engine steps: its optimizer's own steps are parts of that
+        self._engine_steps = False
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -81,6 +84,9 @@ class Calls:
         for scheduler in _subclasses(LRScheduler):
             if "step" in vars(scheduler):
                 self._patches.wrap(scheduler, "step", self._schedule)
+        engine = update_method()
+        if engine is not None:
+            self._patches.wrap(*engine, self._engine_step)
         averaging = sys.modules.get("torch.optim.swa_utils")
         if averaging is not None:
             self._patches.wrap(averaging.AveragedModel, "update_parameters", self._average)
@@ -126,7 +132,7 @@ class Calls:
         seen = self._watch.optimizer_made(optimizer)
         stack = ExitStack()
         self._steps.append(stack)
-        if seen is None:
+        if seen is None or self._engine_steps:
             return None
         stack.enter_context(self._updates.stepping(seen))
         closure = given[1] if len(given) > 1 else named.get("closure")
@@ -148,7 +154,27 @@ class Calls:
     def _after_step(self, optimizer: Any, _given: Any, _named: Any) -> None:
         if self._steps:
             self._steps.pop().close()
-        self._updates.step_ended(optimizer)
+        if not self._engine_steps:
+            self._updates.step_ended(optimizer)
+
+    def _engine_step(self, original: Function) -> Function:
+        def step(engine: Any, *given: Any, **named: Any) -> Any:
+            optimizer = getattr(engine, "basic_optimizer", None) or engine.optimizer
+            if not self._watch.here:
+                return original(engine, *given, **named)
+            scales = [one.loss_scale() for one in self._watch.engines]
+            self._updates.step_begins(
+                optimizer, loss_scale=next(iter(scales), 1.0), skipped=lambda: not was_applied(engine)
+            )
+            self._engine_steps = True
+            try:
+                return original(engine, *given, **named)
+            finally:
+                self._engine_steps = False
+                self._updates.engine_cleared(optimizer)
+                self._updates.step_ended(optimizer)
+
+        return step
 
     def _zero_grad(self, original: Function) -> Function:
         watch = self._watch

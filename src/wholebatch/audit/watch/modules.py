@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class Modules:
             return
         self._replays.forward_begins(module, given)
         if self._trains(module):
-            self._began = (id(module), self._facts(module))
+            self._began = (id(module), self._facts(module, given))
 
     def _ends(self, module: nn.Module, given: Any, *rest: Any) -> None:
         if torch.compiler.is_compiling():
@@ -101,7 +102,7 @@ class Modules:
                         self._wrapped[part.module] = type(part).__name__
         return known
 
-    def _facts(self, module: nn.Module) -> Callable[[], Forward]:
+    def _facts(self, module: nn.Module, given: Any) -> Callable[[], Forward]:
         state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest()
         if torch.accelerator.is_available():
             device = torch.accelerator.current_accelerator()
@@ -113,6 +114,9 @@ class Modules:
         wrapper = _wrapper_of(module)
         past = self._wrapped.get(module, "")
         dropout, norm = _noisy_parts(module)
+        asks = any(
+            t.requires_grad and t.is_leaf and not isinstance(t, nn.Parameter) for t in tensors_in(given)
+        )
         return lambda: Forward(
             module=type(module).__name__,
             random_state=random_state,
@@ -121,6 +125,7 @@ class Modules:
             holds_reduction=holds,
             wrapper=wrapper or past,
             inside_wrapper=not past,
+            input_needs_gradient=asks,
         )
 
     def _samples(self, tensors: list[Tensor]) -> _Samples:
@@ -163,18 +168,7 @@ class _Samples:
         """The record of the call with its samples in it."""
         distinct = 0 if self._some is None else min(_DISTINCT_VALUES, len(set(self._some.tolist())))
         numbers = () if self._numbers is None else tuple(int(number) for number in self._numbers.tolist())
-        return Forward(
-            module=forward.module,
-            samples=numbers,
-            shape=self._shape,
-            num_distinct_values=distinct,
-            random_state=forward.random_state,
-            num_dropout=forward.num_dropout,
-            num_batch_norm=forward.num_batch_norm,
-            holds_reduction=forward.holds_reduction,
-            wrapper=forward.wrapper,
-            inside_wrapper=forward.inside_wrapper,
-        )
+        return replace(forward, samples=numbers, shape=self._shape, num_distinct_values=distinct)
 
 
 _NOTHING = _Samples(None, (), None)

@@ -19,6 +19,10 @@ from wholebatch.audit.watch.terms import TermReader
 Recorded = Event | Callable[[], Event | None]
 
 
+# Nodes of a graph that are followed, from the root along first inputs.
+_MARKED_NODES = 4
+
+
 @dataclass(kw_only=True, eq=False)
 class OptimizerSeen:
     """One optimizer under watch: its parameters by index, and the updates that it has attempted."""
@@ -50,21 +54,29 @@ class BackwardSeen:
     num_collectives: int = 0
     delivered: PendingSketches = field(default_factory=PendingSketches)
     error: Tensor | None = None
-    graph: weakref.ref[Any] | None = None
+    graph: tuple[weakref.ref[Any], ...] = ()
     graph_alive: bool = False
     outputs_alive: bool = False
 
     def follow(self, root: Tensor) -> None:
-        """Hang something on the graph that is gone when the graph is."""
-        if root.grad_fn is not None:
+        """Hang something on the end of the graph that is gone when it is.
+
+        On more than the root: what is kept may be the loss before it was divided for backward.
+        """
+        node: Any = root.grad_fn
+        marks = []
+        for _ in range(_MARKED_NODES):
+            if node is None or node.name().endswith("AccumulateGrad"):
+                break
             mark = _Mark()
-            node: Any = root.grad_fn
             node.metadata[f"wholebatch {id(mark)}"] = mark
-            self.graph = weakref.ref(mark)
+            marks.append(weakref.ref(mark))
+            node = node.next_functions[0][0] if node.next_functions else None
+        self.graph = tuple(marks)
 
     def look_back(self) -> None:
         """Note what of it is still referred to, when its window's step begins."""
-        self.graph_alive = self.graph is not None and self.graph() is not None
+        self.graph_alive = any(mark() is not None for mark in self.graph)
         self.outputs_alive = any(output() is not None for output in self.outputs)
 
     def settle(self) -> Backward:

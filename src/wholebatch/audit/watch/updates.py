@@ -53,8 +53,20 @@ class Updates:
             self.watch.stepping.remove(seen)
 
     @quietly
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read what an optimizer is about to read."""
+    def step_begins(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss_scale: float = 1.0,
+        skipped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Read what an optimizer is about to read.
+
+        Args:
+            optimizer: that steps.
+            loss_scale: that an engine takes out itself, later.
+            skipped: asked afterwards whether the engine left the parameters alone.
+        """
         watch = self.watch
         seen = watch.optimizer_made(optimizer)
         if seen is None or not watch.listening or any(seen.shares_with(o) for o in watch.stepping):
@@ -62,21 +74,27 @@ class Updates:
         self.look()
         self.look_back()
         self.replays.gradients_read()
-        watch.record(self._stepped(optimizer, seen))
+        watch.record(self._stepped(optimizer, seen, loss_scale, skipped))
 
     def look_back(self) -> None:
         """Note which graphs and outputs of this window's backwards are still alive."""
         for backward in self.open:
             backward.look_back()
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, seen: OptimizerSeen) -> Recorded:
+    def _stepped(
+        self,
+        optimizer: torch.optim.Optimizer,
+        seen: OptimizerSeen,
+        loss_scale: float,
+        skipped: Callable[[], bool],
+    ) -> Recorded:
         gradients, where = self.watch.gradients, self.watch.where()
         number = (self.watch.optimizers.index(seen),)
         read, norm = gradients.read(seen.parameters), gradients.norm(seen.parameters)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        if isinstance(scale, Tensor):
+        if isinstance(scale, Tensor) or loss_scale != 1.0:
             # a fused optimizer takes the loss scale out itself, while it reads
-            scale = scale.detach().clone()
+            scale = torch.tensor(loss_scale) if scale is None else scale.detach().clone()
             scaled, read = read, read.over(scale)
             norm = None if norm is None else norm / scale
             self.watch.tell("unscale", optimizers=number, value=scale, before=scaled, after=read)
@@ -89,9 +107,9 @@ class Updates:
 
         def stepped() -> Event:
             settled = read.settle()
-            skipped = isinstance(overflow, Tensor) and bool(overflow.any())
+            left_alone = skipped() or (isinstance(overflow, Tensor) and bool(overflow.any()))
             return Event(
-                kind="skip" if skipped else "step",
+                kind="skip" if left_alone else "step",
                 optimizers=number,
                 before=settled,
                 num_parameters=len(needing),
@@ -102,6 +120,13 @@ class Updates:
             )
 
         return stepped
+
+    @quietly
+    def engine_cleared(self, optimizer: torch.optim.Optimizer) -> None:
+        """An engine has cleared the gradients that it holds, as it does after each update."""
+        seen = self.watch.optimizer_made(optimizer)
+        if seen is not None:
+            self._clear(self.watch.optimizers.index(seen), 1.0, "cleared by the engine")
 
     @quietly
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:

@@ -91,7 +91,7 @@ def _window(
         optimizer=0,
         micro_batches=micro_batches,
         events=events,
-        step=steps,
+        edges=steps,
         terms=(term,),
         total=total,
         lowest=lowest,

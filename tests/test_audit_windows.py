@@ -45,7 +45,7 @@ def test_a_right_loop(clear_first):
         "step",
     ]
     position, last = evidence.windows[1].events[0][-1]
-    assert last is evidence.windows[1].step[0] is made[0].events[position]
+    assert last is evidence.windows[1].edges[0] is made[0].events[position]
 
 
 def test_updates_before_the_watch_are_counted():
@@ -101,7 +101,7 @@ def test_what_is_left_at_the_end():
     *_, last = assemble(trace(*update(), backward(5), pass_ends())).windows
     assert not last.complete
     assert shape(last) == OWN[:1]
-    assert last.step == {}
+    assert last.edges == {}
     assert last.terms == ()
     assert last.unjudged is None
 
@@ -172,8 +172,8 @@ def test_forwards_since_the_backward_before():
 def test_ranks_are_matched_by_update_and_may_end_earlier():
     evidence = assemble(traces(update(2, num_ranks=1) * 2, update(2, num_ranks=1), ended="exit"))
     first, second = evidence.windows
-    assert set(first.step) == {0, 1}
-    assert set(second.step) == {0}
+    assert set(first.edges) == {0, 1}
+    assert set(second.edges) == {0}
     assert 1 not in second.micro_batches
 
 
@@ -181,7 +181,7 @@ def test_a_rank_that_waits_for_the_others_has_its_part_of_the_window():
     evidence = assemble(traces([backward(5), backward(5), step()], [backward(5)]))
     (window,) = evidence.windows
     assert window.complete
-    assert set(window.step) == {0}
+    assert set(window.edges) == {0}
     assert len(window.micro_batches[1]) == 1
 
 

@@ -166,8 +166,8 @@ class _Ranks:
         self._left = True
         if trace.num_ranks == 1:
             # it ended before it joined its group
-            ranks = {"rank": self._rank, "num_ranks": self._num_ranks}
-            trace = replace(trace, replica=self._rank, num_replicas=self._num_ranks, **ranks)
+            rank, ranks = self._rank, self._num_ranks
+            trace = replace(trace, rank=rank, num_ranks=ranks, replica=rank, num_replicas=ranks)
         leave(trace, self._folder)
 
     def _stalled(self, watching: Watching) -> None:

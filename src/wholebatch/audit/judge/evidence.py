@@ -84,7 +84,7 @@ class Window:
         micro_batches: by rank, those lost and carried included.
         events: by rank: position in the trace and event, from the end of the window before to the step,
             that included.
-        step: by rank, the step or skip event; a rank that never came to it has none.
+        edges: by rank, the step or skip event; a rank that never came to it has none.
         skipped: whether the optimizer was left alone (loss scale overflow).
         terms: what the items weigh; empty where it could not be worked out, and ``unjudged`` says why.
         unjudged: why not; None where it could.
@@ -109,7 +109,7 @@ class Window:
     optimizer: int
     micro_batches: Mapping[int, tuple[MicroBatch, ...]]
     events: Mapping[int, tuple[tuple[int, Event], ...]]
-    step: Mapping[int, Event]
+    edges: Mapping[int, Event]
     skipped: bool = False
     terms: tuple[TermWeights, ...] = ()
     unjudged: str | None = None

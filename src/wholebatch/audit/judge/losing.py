@@ -18,7 +18,7 @@ from wholebatch.audit.judge.reading import (
     pass_positions,
     was_cleared,
 )
-from wholebatch.audit.trace import Sketches
+from wholebatch.audit.trace import Event, Sketches
 
 Loss = Literal["", "inside", "edge", "skipped by hand", "kept by hand"]
 
@@ -49,18 +49,32 @@ def losses_of(evidence: Evidence, optimizer: int) -> Mapping[int, Loss]:
         same; else ``"inside"``.
     """
     windows = applied_windows(evidence, optimizer)
+    told = any(event.kind == "pass" for trace in evidence.traces for event in trace.events)
     whole = {_num_surviving(w) for w in windows if not _num_cleared(w)}
     if not is_inferred(evidence):
         whole.add(evidence.intent.micro_batches or 0)
-    return {w.index: _loss_of(w, whole) for w in windows if _num_cleared(w)}
+    return {w.index: _loss_of(w, whole, told) for w in windows if _num_cleared(w)}
 
 
-def _loss_of(window: Window, whole: set[int]) -> Loss:
+def ignored_clears(window: Window, rank: int) -> list[Event]:
+    """Return calls of zero_grad inside this window, for its optimizer, that cleared nothing."""
+    stay = [m.position for m in surviving(window, rank) if m.kappa != 0]
+    return [
+        event
+        for position, event in window.events.get(rank, ())
+        if event.kind == "clear_call" and window.optimizer in event.optimizers and not event.through
+        if stay and min(stay) < position < max(stay)
+    ]
+
+
+def _loss_of(window: Window, whole: set[int], passes_are_told: bool) -> Loss:
     lost, stay = _num_cleared(window), _num_surviving(window)
     if any(_was_kept(window, rank) for rank in window.micro_batches):
         return "kept by hand"
     if stay and (stay in whole or _edge_between(window)):
-        return "edge" if lost % stay else "skipped by hand"
+        # where passes are seen to end, what is cleared elsewhere was given up knowingly
+        at_edge = not passes_are_told or _edge_between(window)
+        return "edge" if lost % stay and at_edge else "skipped by hand"
     return "inside"
 
 
@@ -89,7 +103,7 @@ def _edge_between(window: Window) -> bool:
 def _was_kept(window: Window, rank: int) -> bool:
     """Whether the optimizer read what was cleared all the same: a loop with sums of its own."""
     lost, stay = cleared(window, rank), surviving(window, rank)
-    end = window.step.get(rank)
+    end = window.edges.get(rank)
     if not lost or end is None or not end.before:
         return False
     read = _stacked([end.before], end.before)

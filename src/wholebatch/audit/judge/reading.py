@@ -121,7 +121,7 @@ def frameworks(evidence: Evidence, window: Window | None = None) -> list[str]:
 
 def tolerance(window: Window) -> float:
     """Return how far a weight may be from another through rounding alone."""
-    dtypes = {event.gradient_dtype for event in window.step.values()}
+    dtypes = {event.gradient_dtype for event in window.edges.values()}
     return COARSE_TOLERANCE if dtypes & {"bfloat16", "float16"} else FINE_TOLERANCE
 
 

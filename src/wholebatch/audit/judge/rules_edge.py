@@ -9,7 +9,7 @@ from typing import Literal
 
 from wholebatch.audit.judge.evidence import Evidence, Finding, MicroBatch, Window
 from wholebatch.audit.judge.follow import ALL_CLEARED
-from wholebatch.audit.judge.losing import cleared, losses_of, surviving
+from wholebatch.audit.judge.losing import cleared, ignored_clears, losses_of, surviving
 from wholebatch.audit.judge.reading import (
     applied_windows,
     concerns,
@@ -39,7 +39,7 @@ Leftover = Literal["", "never cleared", "ignored", "stepped early"]
 
 
 def _step_place(window: Window) -> Place | None:
-    return next((event.place for event in window.step.values()), None)
+    return next((event.place for event in window.edges.values()), None)
 
 
 def _carried(window: Window) -> list[MicroBatch]:
@@ -113,7 +113,24 @@ def clear_ignored(evidence: Evidence) -> Iterable[Finding]:
             "{before} of earlier ones",
         )
     )
-    yield from found or _heeded_last(evidence)
+    yield from found or list(_survived(evidence)) or _heeded_last(evidence)
+
+
+def _survived(evidence: Evidence) -> Iterable[Finding]:
+    """Gradients that an engine holds where zero_grad does not reach them (FSDP2, held back)."""
+    for optimizer in optimizers_of(evidence):
+        applied = applied_windows(evidence, optimizer)
+        found = [(w, e) for w in applied for rank in w.micro_batches for e in ignored_clears(w, rank)]
+        if found:
+            window, event = found[0]
+            yield finding(
+                evidence,
+                "clear_ignored",
+                list({w.index: w for w, _ in found}.values()),
+                f"{updates_text([window])}, zero_grad was called between two micro-batches and what "
+                f"came before it survived: the optimizer read it too.",
+                place=event.place,
+            )
 
 
 def _left_over(evidence: Evidence, kind: str, why: Leftover, text: str) -> Iterable[Finding]:
@@ -223,7 +240,7 @@ def _fewer_than_said(evidence: Evidence, optimizer: int) -> list[Finding]:
     meant = divided if is_inferred(evidence) else evidence.intent.micro_batches or 1
     short = [w for w in applied if seen_micro_batches(w) < meant]
     windows = [w for w in short if not ends_a_pass(evidence, w)]
-    if not windows or not shows(short, applied):
+    if not windows or not shows(short, applied) or _is_tail(evidence, applied, short, meant):
         return []
     source = "the loss is divided by" if is_inferred(evidence) else f"{evidence.intent.source} says"
     # one micro-batch each, divided by a whole number: that may be a coefficient
@@ -239,6 +256,12 @@ def _fewer_than_said(evidence: Evidence, optimizer: int) -> list[Finding]:
             place=_step_place(windows[0]),
         )
     ]
+
+
+def _is_tail(evidence: Evidence, applied: Sequence[Window], short: Sequence[Window], meant: int) -> bool:
+    """Whether only the last window is short, after whole ones: the rest of the data."""
+    last = short == [applied[-1]] and any(seen_micro_batches(w) == meant for w in applied[:-1])
+    return last and all(trace.ended != "audited" for trace in evidence.traces)
 
 
 def _divided_by(evidence: Evidence, windows: Sequence[Window]) -> int:
@@ -350,9 +373,9 @@ def optimizer_without_gradients(evidence: Evidence) -> Iterable[Finding]:
             continue
         first = windows[0]
         unseen = any(trace.unseen for trace in evidence.traces)
-        zero = any(event.before for event in first.step.values())
+        zero = any(event.before for event in first.edges.values())
         name = evidence.traces[0].optimizers[optimizer].name
-        parameters = max(event.num_parameters for event in first.step.values())
+        parameters = max(event.num_parameters for event in first.edges.values())
         yield finding(
             evidence,
             "optimizer_without_gradients",
@@ -366,7 +389,7 @@ def optimizer_without_gradients(evidence: Evidence) -> Iterable[Finding]:
 
 
 def _has_none(window: Window) -> bool:
-    steps = list(window.step.values())
+    steps = list(window.edges.values())
     asked = [e for e in steps if e.num_parameters]
     return (
         bool(asked)
@@ -381,7 +404,7 @@ def nonfinite_gradients(evidence: Evidence) -> Iterable[Finding]:
         windows = [w for w in applied_windows(evidence, optimizer) if _nonfinite(w)]
         if windows:
             norm = next(
-                n for e in windows[0].step.values() if not math.isfinite(n := e.gradient_norm or 0.0)
+                n for e in windows[0].edges.values() if not math.isfinite(n := e.gradient_norm or 0.0)
             )
             yield finding(
                 evidence,
@@ -396,5 +419,5 @@ def nonfinite_gradients(evidence: Evidence) -> Iterable[Finding]:
 def _nonfinite(window: Window) -> bool:
     """Whether a step read what isn't finite; under a scaler fused optimizers look for themselves."""
     scaled = any(True for _ in events_of(window, "unscale"))
-    norms = [event.gradient_norm for event in window.step.values() if event.gradient_norm is not None]
+    norms = [event.gradient_norm for event in window.edges.values() if event.gradient_norm is not None]
     return not scaled and any(not math.isfinite(norm) for norm in norms)

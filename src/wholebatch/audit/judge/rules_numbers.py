@@ -107,7 +107,7 @@ def low_precision_accumulation(evidence: Evidence) -> Iterable[Finding]:
         if not seen:
             continue
         error, window, m = max(seen, key=lambda entry: entry[0])
-        dtype = next((e.gradient_dtype for e in window.step.values()), "few digits")
+        dtype = next((e.gradient_dtype for e in window.edges.values()), "few digits")
         yield finding(
             evidence,
             "low_precision_accumulation",

@@ -40,7 +40,7 @@ def not_reduced(evidence: Evidence) -> Iterable[Finding]:
             evidence,
             "not_reduced",
             windows,
-            f"{updates_text([first])}, the {len(first.step)} ranks stepped on different gradients: "
+            f"{updates_text([first])}, the {len(first.edges)} ranks stepped on different gradients: "
             f"those{some} "
             f"were never combined{', as the model was called past its wrapper' if past else ''}.",
             severity="note" if _averages_weights(evidence, optimizer) else "wrong",

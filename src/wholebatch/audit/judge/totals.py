@@ -221,7 +221,7 @@ def _clips_by_hand(evidence: Evidence, windows: Sequence[Window]) -> dict[int, f
     if len(found) < 2:
         return {}
     clipped = [w for w in windows if w.index in found]
-    norms = [min((e.gradient_norm or 0.0 for e in w.step.values()), default=0.0) for w in clipped]
+    norms = [min((e.gradient_norm or 0.0 for e in w.edges.values()), default=0.0) for w in clipped]
     same_norm = min(norms) > 0 and max(norms) - min(norms) <= 1e-3 * max(norms)
     factors = list(found.values())
     differs = max(factors) - min(factors) > 1e-2 * max(factors)

@@ -88,7 +88,7 @@ def _assembled(
         optimizer=optimizer,
         micro_batches={rank: tuple(_micro_batches(part)) for rank, part in ranks.items()},
         events={rank: part.events for rank, part in ranks.items()},
-        step=ends,
+        edges=ends,
         skipped=bool(ends) and all(end.kind == "skip" for end in ends.values()),
         clip_factor=next((clip for clip in clips if clip is not None), None),
         complete=bool(ends),
@@ -179,7 +179,7 @@ def _weighed(
     """The window with what its items weigh; ``layout`` is (replicas, usual number of micro-batches)."""
     own = [m for m in _representatives(window, traces) if not m.carried and not m.foreign]
     if not own:
-        unjudged = measured.reason if any(end.before for end in window.step.values()) else None
+        unjudged = measured.reason if any(end.before for end in window.edges.values()) else None
         return replace(window, unjudged=unjudged)
     loops = _loops(window)
     unread = _unread(own)
@@ -187,7 +187,7 @@ def _weighed(
         terms = weigh(entries(own, loops, measured=False), *layout)
         reason = measured.reason or "some micro-batches' part in the gradients could not be measured"
         return replace(window, unjudged=reason, relative_terms=terms)
-    trace = traces[min(window.step)]
+    trace = traces[min(window.edges)]
     low = _is_low(window, trace)
     terms = weigh(entries(own, loops, measured=True), *layout, low=low)
     main = main_term(terms, LOW_TOLERANCE if low else TOLERANCE)
@@ -207,7 +207,7 @@ def _with_main(window: Window, main: TermWeights) -> Window:
 
 
 def _is_low(window: Window, trace: RankTrace) -> bool:
-    end = window.step[trace.rank]
+    end = window.edges[trace.rank]
     return any(is_low(trace, p, end) for p in trace.optimizers[window.optimizer].parameters)
 
 
@@ -238,7 +238,7 @@ def _usual_number(windows: Sequence[Window]) -> int | None:
         if not window.complete:
             continue
         loops = _loops(window)
-        for rank in window.step:
+        for rank in window.edges:
             own = [m for m in window.micro_batches[rank] if not m.carried and not m.foreign]
             numbers.update(Counter(loops[m.backward.site] for m in own).values())
     return max(numbers, key=lambda number: (numbers[number], number), default=None)

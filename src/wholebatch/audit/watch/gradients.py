@@ -137,7 +137,8 @@ class Gradients:
         if not dense or len(dense) != len(held) or len({gradient.device for gradient in dense}) > 1:
             return None
         norms: list[Tensor] = [one.double() for one in torch._foreach_norm(dense)]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return total
 
     def remember(self) -> None:
         """Take what ``.grad`` holds now as known."""

@@ -175,7 +175,10 @@ _NOTHING = _Samples(None, (), None)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts, and in objects that are made of such."""
+    """The tensors in nested lists, tuples and dicts, and in objects that are made of such.
+
+    Exactness: the same tensors, not copies; exact.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):

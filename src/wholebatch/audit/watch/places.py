@@ -62,7 +62,7 @@ def library(own_package: str | None = None) -> str:
 
 def _frames() -> list[FrameType]:
     frame: FrameType | None = sys._getframe(2)
-    found = []
+    found: list[FrameType] = []
     while frame is not None and len(found) < _DEEPEST:
         found.append(frame)
         frame = frame.f_back

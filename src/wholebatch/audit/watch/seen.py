@@ -23,7 +23,7 @@ Recorded = Event | Callable[[], Event | None]
 _MARKED_NODES = 4
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, slots=True, weakref_slot=True, eq=False)
 class OptimizerSeen:
     """One optimizer under watch: its parameters by index, and the updates that it has attempted."""
 
@@ -37,7 +37,7 @@ class OptimizerSeen:
         return self is not other and bool(set(self.parameters) & set(other.parameters))
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, slots=True, weakref_slot=True, eq=False)
 class BackwardSeen:
     """One backward; the fields are those of ``Backward``, on the device."""
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from wholebatch.audit.judge.evidence import Evidence, Finding, MicroBatch, Window
-from wholebatch.audit.judge.losing import cleared, losses_of
+from wholebatch.audit.judge.losing import cleared, ignored_clears, losses_of
 from wholebatch.audit.judge.reading import (
     applied_windows,
     complete_windows,
@@ -28,6 +28,7 @@ from wholebatch.audit.judge.reading import (
     updates_text,
 )
 from wholebatch.audit.judge.totals import is_right, num_backwards
+from wholebatch.audit.trace import Event
 
 
 def tail_weight(evidence: Evidence) -> Iterable[Finding]:
@@ -100,11 +101,18 @@ def ends_a_pass(evidence: Evidence, window: Window) -> bool:
         backwards = [p for p, e in enumerate(events) if e.kind == "backward"]
         begin = max((p for p in backwards if p < positions[-1]), default=0)
         later = [p for p in backwards if p > positions[-1]]
-        if any(e.kind == "pass" and e.value == 0.0 for e in events[begin : later[0] if later else None]):
+        after = events[begin : later[0] if later else None]
+        if any(e.kind == "pass" and e.value == 0.0 for e in after) or _begins_anew(events, begin, after):
             return True
         if not later and trace_of(evidence, rank).ended in ("finished", "exit"):
             return True
     return False
+
+
+def _begins_anew(events: Sequence[Event], begin: int, after: Sequence[Event]) -> bool:
+    """Whether the loader that fed a window begins again after it; some are never asked beyond their end."""
+    feeding = [e.detail for e in events[:begin] if e.kind == "pass" and e.value == 1.0][-1:]
+    return any(e.kind == "pass" and e.value == 1.0 and [e.detail] == feeding for e in after)
 
 
 def tail_carried_over(evidence: Evidence) -> Iterable[Finding]:
@@ -151,6 +159,8 @@ def _has_edge_inside(window: Window) -> bool:
 def _carries_tail(evidence: Evidence, window: Window, windows: Sequence[Window]) -> bool:
     usual, seen = _usual(evidence, windows), seen_micro_batches(window)
     if not usual or seen <= usual or _loses(window) or any(m.carried for m in _all(window)):
+        return False
+    if any(ignored_clears(window, rank) for rank in window.micro_batches):
         return False
     if window.total is None:
         return _has_edge_inside(window)

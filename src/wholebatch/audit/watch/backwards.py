@@ -79,6 +79,7 @@ class Backwards:
         if not seen.delivered.values and watch.gradients.parameters:
             return  # it brought nothing to any watched parameter: a loss of something else
         self._updates.open.append(seen)
+        self._updates.uncleared = True
         watch.record(_event(seen))
 
 

@@ -36,6 +36,8 @@ class Updates:
         self.replays = replays
         # the backwards since the last step, as far as they are still on the device
         self.open: list[BackwardSeen] = []
+        # backwards came since the last step or clear, wherever an engine holds what they brought
+        self.uncleared = False
         # did something move, that nobody called? asked before each backward and each step
         self.between: list[Callable[[], Recorded | None]] = []
         self.after_update: list[Callable[[], None]] = []
@@ -143,6 +145,7 @@ class Updates:
         watch.progress += 1
         watch.settle()
         self.open.clear()
+        self.uncleared = False
         watch.outputs.clear()
         watch.gradients.remember()
         for action in self.after_update:
@@ -217,7 +220,7 @@ class Updates:
         meant = {watch.gradients.index_of(parameter) for parameter in parameters}
         clean = {*gone, *(index for index in others if index in meant)}
         watch.gradients.remember()
-        if not before:
+        if not before and not self.uncleared:
             return
         concerned = watch.those_stepping(clean)
         for number in concerned:
@@ -228,6 +231,7 @@ class Updates:
 
     def _clear(self, number: int, share: float, called: str) -> None:
         self.watch.tell("clear", optimizers=(number,), value=share, detail=called)
+        self.uncleared = False
         if share > _ALL:
             self.watch.gradients.forget_low_precision()
 

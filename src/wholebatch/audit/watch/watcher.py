@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.audit.intent import find_intents
 from wholebatch.audit.trace import (
@@ -65,6 +66,7 @@ class Watch:
         self.stepping: list[OptimizerSeen] = []
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.engines: list[Engine] = []
+        self._wrappers: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
         self.num_forwards = 0
         self.outputs: list[weakref.ref[Tensor]] = []
         self.skip_updates = skip_updates
@@ -214,6 +216,9 @@ class Watch:
             index = self.gradients.index_of(parameter)
             if index is not None:
                 self.gradients.names.setdefault(index, _plain(name))
+        inside = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
+        if inside:
+            self._wrappers[module] = inside[0]
         engine = engine_of(module)
         if engine is not None:
             self.engines.append(engine)
@@ -222,7 +227,8 @@ class Watch:
     def holds_reduction(self, modules: Sequence[nn.Module] | None = None) -> bool | None:
         """Whether the wrapper of these modules (of all models) was told not to reduce; None without one."""
         for module in list(self.models) if modules is None else modules:
-            flag = getattr(module, "require_backward_grad_sync", None)
+            # the wrapper may be inside another library's
+            flag = getattr(self._wrappers.get(module, module), "require_backward_grad_sync", None)
             if isinstance(flag, bool):
                 return not flag
         told = [engine.holds_reduction() for engine in self.engines]
@@ -276,6 +282,7 @@ class Watch:
         self.engines.clear()
         self.outputs.clear()
         self.models.clear()
+        self._wrappers.clear()
         return made
 
     def _unseen_by_engines(self) -> list[str]:

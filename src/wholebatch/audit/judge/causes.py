@@ -17,7 +17,7 @@ _CHANGES = ("scale_changed_inside_window", "clip_inside_window", "clip_before_un
 # for each kind those that explain it, the likeliest cause first
 CAUSES: Mapping[str, tuple[str, ...]] = {
     "never_cleared": ("step_inside_window", "clear_ignored"),
-    "optimizer_without_gradients": ("clear_ignored",),
+    "optimizer_without_gradients": ("clear_ignored", "not_reduced"),
     "step_inside_window": ("uncounted_items",),
     "clear_inside_window": ("clear_ignored", "optimizer_without_gradients"),
     "stale_gradients": ("never_cleared", "clear_ignored"),

@@ -20,6 +20,7 @@ from wholebatch.audit.judge.reading import (
     trace_of,
     updates_text,
 )
+from wholebatch.audit.trace import Place
 
 # these scatter gradients at every micro-batch by design
 SHARDED = ("FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -29,10 +30,21 @@ def not_reduced(evidence: Evidence) -> Iterable[Finding]:
     """Ranks stepped on gradients of their own: nothing was combined."""
     for optimizer in optimizers_of(evidence):
         applied = applied_windows(evidence, optimizer)
-        windows = [w for w in applied if w.ranks_agree is False and not _some_reduced(w)]
+        held = [w for w in applied if _all_held_back(evidence, w)]
+        windows = held or [w for w in applied if w.ranks_agree is False and not _some_reduced(w)]
         if not windows:
             continue
         first = windows[0]
+        if held:
+            yield finding(
+                evidence,
+                "not_reduced",
+                held,
+                f"{updates_text([first])}, the wrapper was told not to reduce in any of the "
+                f"{plural(seen_micro_batches(first), 'micro-batch')}: the optimizer had no gradients.",
+                place=_edge_place(first),
+            )
+            continue
         micro_batches = [m for rank in first.micro_batches for m in own(first, rank)]
         past = any(not f.inside_wrapper for m in micro_batches for f in m.forwards)
         some = " of some parameters" if first.per_parameter_kappa else ""
@@ -46,6 +58,20 @@ def not_reduced(evidence: Evidence) -> Iterable[Finding]:
             severity="note" if _averages_weights(evidence, optimizer) else "wrong",
             place=place_of(micro_batches[-1]) if micro_batches else None,
         )
+
+
+def _all_held_back(evidence: Evidence, window: Window) -> bool:
+    """Whether gradients were delivered and all of them held back, so that none reached the optimizer."""
+    if evidence.num_replicas < 2:
+        return False
+    micro_batches = [m for rank in window.micro_batches for m in own(window, rank)]
+    held = [m for m in micro_batches if m.backward.holds_reduction and m.backward.delivered]
+    nothing_read = all(not event.before for event in window.edges.values())
+    return bool(micro_batches) and len(held) == len(micro_batches) and nothing_read
+
+
+def _edge_place(window: Window) -> Place | None:
+    return next((event.place for event in window.edges.values() if event.place is not None), None)
 
 
 def _reduced(window: Window) -> list[tuple[MicroBatch, bool]]:

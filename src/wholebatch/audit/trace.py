@@ -112,6 +112,8 @@ class Term:
             model), as in contrastive losses with in-batch negatives.
         surrogate: a product with a tensor of both signs that was itself computed from a gradient, as cached
             contrastive losses have: nobody's loss, so its weights say nothing.
+        multiplied, divided: numbers that the whole term was multiplied and divided by in the loss's own
+            arithmetic, the outermost first; a loss scale is among them.
         first_target_ignored: for a loss over sequences of labels, None where it can't be told.
         dtype: of the gradients that the weights were read from: in bfloat16 they are rounded to 4e-3.
     """
@@ -124,6 +126,8 @@ class Term:
     square: bool = False
     surrogate: bool = False
     first_target_ignored: bool | None = None
+    multiplied: tuple[float, ...] = ()
+    divided: tuple[float, ...] = ()
     dtype: str = "float32"
 
 

@@ -166,6 +166,9 @@ def measure(
     if not read or not (found or any(read.values())):
         return Measured(kappas={}, reason="what the optimizer read was not seen")
     whole = _together(read, first, parameters)
+    if _is_finite(whole):
+        # what overflowed (in an update that was skipped) is not in a reading that is finite
+        found = [candidate for candidate in found if _is_finite(candidate.delivered)]
     lowest = min(read)
     low = [is_low(first, p, windows[lowest].end) for p in parameters]
     fitting = Fitting.of([c.delivered for c in found], whole, parameters, low)
@@ -175,6 +178,10 @@ def measure(
     if not found:
         return Measured(kappas={}, ranks_agree=agree, reason="no backward was seen to bring gradients")
     return _explain(fitting, found, lowest, num_equations, agree)
+
+
+def _is_finite(sketches: Sketches) -> bool:
+    return all(np.isfinite(values).all() for values in sketches.values())
 
 
 def _one_of_each_replica(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from wholebatch.audit.judge.reading import (
     seen_micro_batches,
     tolerance,
 )
+from wholebatch.audit.trace import Term
 
 # what people multiply a whole loss by: half a squared error, squared temperatures, plain weights
 COEFFICIENTS = (
@@ -110,7 +112,7 @@ def _judged(
     explained = list(_explained(evidence, window, meant, candidates, single))
     factor, meaning = explained[0] if explained else (candidates[0], _division(window, candidates[0]))
     splits = max(seen_micro_batches(window), meant) * evidence.num_replicas > 1
-    if right or not (explained or (single and splits)):
+    if right or not (explained or (single and splits)) or (single and _is_written(window, meant)):
         factor = 1.0 if right else factor
         is_wrong = False
     else:
@@ -192,6 +194,24 @@ def _division(window: Window, factor: float) -> str:
         return "they were scaled by something else"
     return (
         f"they were divided by {number(window.num_items / factor)} where {number(window.num_items)} count"
+    )
+
+
+def _is_written(window: Window, meant: int) -> bool:
+    """Whether the loss is divided by its micro-batches, and multiplied by just what the total shows."""
+    micro_batches = [m for rank in window.micro_batches for m in own(window, rank)]
+    terms = [(term, m.backward.loss_scale) for m in micro_batches for term in m.backward.terms]
+    return bool(terms) and all(_written_alone(term, scale, window, meant) for term, scale in terms)
+
+
+def _written_alone(term: Term, loss_scale: float, window: Window, meant: int) -> bool:
+    factors = [factor for factor in term.multiplied if factor not in (1.0, loss_scale)]
+    total = next((abs(t.total) for t in window.terms if t.key == term.key), 0.0)
+    sizes = {float(meant), float(seen_micro_batches(window))}
+    return (
+        bool(factors)
+        and any(divisor in sizes for divisor in term.divided)
+        and is_near(total, abs(math.prod(factors)), window)
     )
 
 

@@ -26,10 +26,7 @@ from wholebatch.audit.judge.rules_edge import (
     clear_ignored,
     clear_inside_window,
     never_cleared,
-    nonfinite_gradients,
-    optimizer_without_gradients,
     stale_gradients,
-    step_inside_window,
 )
 from wholebatch.audit.judge.rules_moves import (
     average_inside_window,
@@ -51,6 +48,11 @@ from wholebatch.audit.judge.rules_reduction import (
     reduced_wrong_micro_batch,
 )
 from wholebatch.audit.judge.rules_replay import judged_by_replay, replayed_total, replayed_unequal
+from wholebatch.audit.judge.rules_steps import (
+    nonfinite_gradients,
+    optimizer_without_gradients,
+    step_inside_window,
+)
 from wholebatch.audit.judge.rules_tail import tail_carried_over, tail_dropped, tail_weight
 from wholebatch.audit.judge.rules_weights import total_weight, uncounted_items, unequal_item_weights
 from wholebatch.audit.judge.windows import assemble

@@ -86,6 +86,10 @@ class Probe:
         self.measure = None
 
 
+# Whether it is a division, and the number: of arithmetic on the whole loss, as the user wrote it.
+Written = tuple[bool, Any]
+
+
 @dataclass(slots=True)
 class Plan:
     """One term: where its units are read.
@@ -103,6 +107,7 @@ class Plan:
         first_ignored: whether the first target is ignored, on the device.
         scores: node of the log-softmax right below, and its classes: a smoothing term shares it.
         smooths: this is a sum over the classes of ``scores``.
+        written: what the term is multiplied and divided by on its way to the root.
     """
 
     operation: str
@@ -122,6 +127,7 @@ class Plan:
     num_classes: int = 0
     smooths: bool = False
     smoothing: Plan | None = None
+    written: tuple[Written, ...] = ()
 
     def probes(self) -> list[Probe]:
         """All of them."""

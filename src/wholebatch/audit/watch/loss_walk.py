@@ -16,7 +16,7 @@ from torch import Tensor
 from wholebatch.audit.watch import graph_nodes as graph
 from wholebatch.audit.watch import loss_traits, unit_weights
 from wholebatch.audit.watch.graph_nodes import Edge, UnreadableError, base_name, numel_at, shape_at
-from wholebatch.audit.watch.loss_plan import Frame, Plan, Probe
+from wholebatch.audit.watch.loss_plan import Frame, Plan, Probe, Written
 from wholebatch.audit.watch.reduced_losses import plan_loss, read_factored, reading_of_loss
 
 _LINEAR = (
@@ -39,14 +39,19 @@ class LossWalk:
 
     def scalar(self, root: Edge) -> None:
         """Walk from the root through arithmetic of single numbers, depth first, first operands first."""
-        stack = [root]
+        stack: list[tuple[Edge, tuple[Written, ...]]] = [(root, ())]
         while stack:
-            edge = stack.pop()
+            edge, written = stack.pop()
             if edge in self.seen or graph.is_leaf(edge[0]):
                 continue
             self.seen.add(edge)
+            planned = len(self.plans)
             try:
-                stack += reversed(self._scalar_node(edge))
+                below = self._scalar_node(edge)
+                further = (*written, *_written(edge[0], base_name(edge[0])))
+                stack += [(child, further) for child in reversed(below)]
+                for plan in self.plans[planned:]:
+                    plan.written = written
             except UnreadableError as error:
                 self.problems.append(str(error))
                 if graph.is_custom(edge[0]) or "Compiled" in edge[0].name():
@@ -190,6 +195,14 @@ class LossWalk:
             if frame.factor is None:
                 groups.append(frame.down(position).probe_mark(unit_weights.elements))
             self._vector(plan, frame.reduced(frame.innermost, position))
+
+
+def _written(node: Any, name: str) -> list[Written]:
+    """The number that a node of single numbers multiplies or divides by."""
+    if name not in ("Mul", "Div") or (name == "Div" and node.next_functions[0][0] is None):
+        return []
+    number = graph.constant_side(node)
+    return [] if number is None else [(name == "Div", number)]
 
 
 def _masked(frame: Frame, name: str) -> Frame:

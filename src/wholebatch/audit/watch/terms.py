@@ -218,6 +218,8 @@ def _term(plan: Plan, key: str, numbers: dict[int, list[float]], flags: dict[int
         if plan.first_ignored is not None
         else None,
         dtype=next(probe.dtype for probe in plan.items if probe.numbers is not None),
+        multiplied=tuple(float(value) for divides, value in plan.written if not divides),
+        divided=tuple(float(value) for divides, value in plan.written if divides),
     )
 
 

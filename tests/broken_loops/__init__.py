@@ -204,7 +204,9 @@ def _data_and_tails() -> Iterator[tuple[str, Expected]]:
 def _numbers() -> Iterator[tuple[str, Expected]]:
     yield from _several("memory_grows", "", "losses_kept", "running_loss", read="exact", severity="cost")
     kind = "low_precision_accumulation"
-    yield from _several(kind, "", "embedding", objective=None, read=None, severity="note")
+    yield kind, Expected(kind=kind, objective=None, read=None, severity="note")
+    # beyond an error of 1e-2 it costs
+    yield f"{kind}/embedding", Expected(kind=kind, objective=None, read=None, severity="cost")
     kind = "coupled_samples"
     yield kind, Expected(kind=kind, objective="clip")
     yield f"{kind}/info_nce", Expected(kind=kind, objective="info_nce")

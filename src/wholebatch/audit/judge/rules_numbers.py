@@ -8,6 +8,7 @@ from wholebatch.audit.judge.evidence import Evidence, Finding, MicroBatch, Windo
 from wholebatch.audit.judge.reading import (
     applied_windows,
     complete_windows,
+    events_of,
     finding,
     is_inferred,
     kept,
@@ -20,6 +21,7 @@ from wholebatch.audit.judge.reading import (
     trace_of,
     updates_text,
 )
+from wholebatch.audit.trace import Event
 
 WORTH_SAYING, WORTH_MENDING = 1e-3, 1e-2
 SAME_NUMBER = 1e-4
@@ -136,6 +138,7 @@ def batch_norm_per_micro_batch(evidence: Evidence) -> Iterable[Finding]:
                 windows,
                 f"{plural(_batch_norms(first), 'BatchNorm module')} normalised each of the "
                 f"{seen_micro_batches(first)} micro-batches of an update by itself.",
+                place=next((e.place for _, _, e in events_of(first, "forward")), None),
             )
 
 
@@ -151,7 +154,7 @@ def logged_loss_differs(evidence: Evidence) -> Iterable[Finding]:
             (w, matches)
             for w in applied_windows(evidence, optimizer)
             if (logged := _logged_once(evidence, w)) is not None
-            and (matches := _matches(w, logged)) is not None
+            and (matches := _matches(w, logged.value or 0.0)) is not None
         ]
         common = set.intersection(*(set(names) for _, names in readings)) if len(readings) > 1 else set()
         if common and "right" not in common:
@@ -164,10 +167,11 @@ def logged_loss_differs(evidence: Evidence) -> Iterable[Finding]:
                 f"{updates_text([window])}, the loss that was logged is {name}: {number(matches[name])} "
                 f"where the "
                 f"update's loss per item is {number(matches['truth'])}.",
+                place=getattr(_logged_once(evidence, window), "place", None),
             )
 
 
-def _logged_once(evidence: Evidence, window: Window) -> float | None:
+def _logged_once(evidence: Evidence, window: Window) -> Event | None:
     """Return the one number that was logged between a window's last backward and the next one's first."""
     rank = min(window.micro_batches, default=0)
     positions = [m.position for m in kept(window, rank)]
@@ -175,11 +179,11 @@ def _logged_once(evidence: Evidence, window: Window) -> float | None:
         return None
     events = trace_of(evidence, rank).events
     inside = [e for e in events[positions[0] : positions[-1]] if e.kind == "logged"]
-    after = []
+    after: list[Event] = []
     for event in events[positions[-1] + 1 :]:
         if event.backward is not None:
             break
-        after += [event.value] if event.kind == "logged" and event.value is not None else []
+        after += [event] if event.kind == "logged" and event.value is not None else []
     return after[0] if len(after) == 1 and not inside else None
 
 

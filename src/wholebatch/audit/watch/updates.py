@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Updates:
         # backwards came since the last step or clear, wherever an engine holds what they brought
         self.uncleared = False
         # did something move, that nobody called? asked before each backward and each step
-        self.between: list[Callable[[], Recorded | None]] = []
+        self.between: list[Callable[[], Callable[[], Event | None] | None]] = []
         self.after_update: list[Callable[[], None]] = []
         self._updates, self._enough = updates, enough
 
@@ -166,7 +167,7 @@ class Updates:
         for moved in self.between:
             found = moved()
             if found is not None:
-                self.watch.record(found)
+                self.watch.record(_placed(found, self.watch.where()))
 
     @quietly
     def look_at_gradients(self) -> None:
@@ -271,3 +272,13 @@ class Updates:
         after = self.read(parameters)
         self.watch.gradients.remember()
         return result, before, after
+
+
+def _placed(found: Callable[[], Event | None], where: Mapping[str, Any]) -> Recorded:
+    """An event that was found later, at the line before which it must have happened."""
+
+    def made() -> Event | None:
+        event = found()
+        return None if event is None else replace(event, **where)
+
+    return made

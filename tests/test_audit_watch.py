@@ -95,8 +95,7 @@ def patched() -> dict[str, Any]:
         torch.distributed,
     ]
     found = {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
-    hooks = nn.modules.module
-    found["hooks"] = (len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks))
+    found["call"] = nn.Module.__call__
     optimizers = sys.modules["torch.optim.optimizer"]
     found["steps"] = (
         len(optimizers._global_optimizer_pre_hooks),
@@ -460,6 +459,18 @@ def test_random_state_dropout_and_batch_norm_are_noted():
     first, again, third = (event.forward for event in of_kind(watched(loop), "forward"))
     assert (first.num_dropout, first.num_batch_norm) == (1, 1)
     assert first.random_state == again.random_state != third.random_state
+
+
+def test_a_module_that_raises_leaves_the_next_call_an_outermost_one():
+    def loop():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError):
+            model(torch.zeros(2, 5))
+        accumulate(model, 1)
+        optimizer.step()
+
+    assert len(of_kind(watched(loop), "forward")) == 1
 
 
 def test_a_forward_without_gradients_is_none():

@@ -23,9 +23,12 @@ from wholebatch.audit.judge.reading import (
     updates_text,
 )
 from wholebatch.audit.judge.totals import is_right
+from wholebatch.audit.trace import RankTrace
 
 # samples that agree in fewer bits than this may agree by chance
 BITS_BY_CHANCE = 24.0
+# frameworks that seed all ranks alike by themselves, whatever the script says
+SEEDING = ("transformers", "trl")
 Pair = tuple[MicroBatch, MicroBatch]
 
 
@@ -174,6 +177,7 @@ def unequal_micro_batch_counts(evidence: Evidence) -> Iterable[Finding]:
                 f"{updates_text([first])}, ranks had {_listed(_numbers(evidence, first))} micro-batches; "
                 f"{end}.",
                 severity="wrong" if wrong else "note",
+                place=next((place_of(m) for rank in first.micro_batches for m in own(first, rank)), None),
             )
 
 
@@ -182,7 +186,15 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _numbers(evidence: Evidence, window: Window) -> list[int]:
-    return [num_micro_batches(own(window, rank)) for rank in _ranks_of_replicas(evidence, window)]
+    """Return the micro-batches of each replica; none of one whose loop had ended before this update."""
+    found = {
+        trace_of(evidence, rank).replica: num_micro_batches(own(window, rank))
+        for rank in _ranks_of_replicas(evidence, window)
+    }
+    for trace in evidence.traces:
+        if trace.ended in ("finished", "exit") and trace.rank not in window.micro_batches:
+            found.setdefault(trace.replica, 0)
+    return [found[replica] for replica in sorted(found)]
 
 
 def _comes_out_wrong(window: Window) -> bool:
@@ -199,7 +211,7 @@ def _comes_out_wrong(window: Window) -> bool:
 def _stalled(evidence: Evidence, optimizer: int) -> Finding | None:
     """Return the finding where a rank ended while another waited for it."""
     ends = {trace.rank: trace.ended for trace in evidence.traces}
-    numbers = [sum(e.backward is not None for e in trace.events) for trace in evidence.traces]
+    numbers = [_begun(trace) for trace in evidence.traces]
     waits = [r for r, end in ends.items() if end == "stalled"]
     failed = [r for r, end in ends.items() if end == "failed"]
     through = [r for r, end in ends.items() if end in ("finished", "exit", "audited")]
@@ -217,6 +229,13 @@ def _stalled(evidence: Evidence, optimizer: int) -> Finding | None:
         f"never came to.",
         place=last[-1] if last else None,
     )
+
+
+def _begun(trace: RankTrace) -> int:
+    """Return the micro-batches that a rank began: a backward that waits for ever has no event."""
+    kinds = [event.kind for event in trace.events if event.kind in ("forward", "backward")]
+    waits = trace.ended in ("stalled", "failed") and kinds[-1:] == ["forward"]
+    return kinds.count("backward") + waits
 
 
 def coupled_samples(evidence: Evidence) -> Iterable[Finding]:
@@ -269,6 +288,7 @@ def same_randomness(evidence: Evidence) -> Iterable[Finding]:
             "same_randomness",
             [w for w, _ in found],
             f"{updates_text([window])}, {where} the same dropout masks.",
+            severity="note" if not within and evidence.intent.framework in SEEDING else None,
             place=place_of(other),
         )
 

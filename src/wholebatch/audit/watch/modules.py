@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.audit.trace import Forward
+from wholebatch.audit.watch.patches import Patches
 from wholebatch.audit.watch.replays import Replays
+from wholebatch.audit.watch.seen import quietly
 from wholebatch.audit.watch.watcher import Watch
 
 # Elements of a sample that make up its number; of longer ones so many, evenly spread.
@@ -27,7 +28,7 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEn
 
 
 class Modules:
-    """Hooks on all modules, of which only outermost calls matter.
+    """Around the calls of all modules, of which only outermost ones matter.
 
     Args:
         watch: that is told.
@@ -35,28 +36,39 @@ class Modules:
     """
 
     def __init__(self, watch: Watch, replays: Replays) -> None:
-        self._watch, self._replays = watch, replays
+        self.watch, self._replays = watch, replays
         self._depth = 0
         self._began: tuple[int, Callable[[], Forward]] | None = None
         self._trained: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._multipliers: dict[tuple[int, torch.device], Tensor] = {}
-        self._hooks = [
-            register_module_forward_pre_hook(self._begins),
-            register_module_forward_hook(self._ends, with_kwargs=True, always_call=True),
-        ]
+        # not by global hooks: with these a compiled module warns at each call
+        self._patches = Patches()
+        self._patches.wrap(nn.Module, "__call__", self._calling)
 
     def remove(self) -> None:
-        """Take the hooks away."""
-        for hook in self._hooks:
-            hook.remove()
+        """Put the call of modules back."""
+        self._patches.restore()
 
+    def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: nn.Module, *given: Any, **named: Any) -> Any:
+            if torch.compiler.is_compiling() or not self.watch.here:
+                return original(module, *given, **named)
+            if self._depth:
+                return original(module, *given, **named)
+            self._begins(module, given)
+            self._depth += 1
+            try:
+                output = original(module, *given, **named)
+            finally:
+                self._depth -= 1
+            self._ends(module, given, named, output)
+            return output
+
+        return call
+
+    @quietly
     def _begins(self, module: nn.Module, given: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._depth += 1
-        if self._depth > 1 or not self._watch.here:
-            return
         self._began = None
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
@@ -64,15 +76,9 @@ class Modules:
         if self._trains(module):
             self._began = (id(module), self._facts(module, given))
 
-    def _ends(self, module: nn.Module, given: Any, *rest: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._depth = max(0, self._depth - 1)
-        watch = self._watch
-        # after an exception inside it torch leaves the arguments by name out
-        if self._depth or not watch.here or len(rest) != 2:
-            return
-        named, output = rest
+    @quietly
+    def _ends(self, module: nn.Module, given: Any, named: Any, output: Any) -> None:
+        watch = self.watch
         watch.progress += 1
         if torch.is_grad_enabled():
             self._replays.forward_called(module, given, named, output)
@@ -83,20 +89,19 @@ class Modules:
         outputs = list(tensors_in(output))
         if outputs and any(tensor.requires_grad for tensor in outputs):
             # samples are hashed after the call: what it did to its inputs in place is its own affair
-            samples = (
-                self._samples([*tensors_in(given), *tensors_in(named)]) if watch.listening else _NOTHING
-            )
+            inputs = [*tensors_in(given), *tensors_in(named)]
+            samples = self._samples(inputs) if watch.listening else _NOTHING
             watch.forward_called(module, lambda: samples.fill(facts()), outputs)
 
     def _trains(self, module: nn.Module) -> bool:
         known = self._trained.get(module)
         if not known:
-            index_of = self._watch.gradients.index_of
+            index_of = self.watch.gradients.index_of
             known = any(index_of(parameter) is not None for parameter in module.parameters())
-            known = known or bool(self._watch.those_with(list(module.parameters())))
+            known = known or bool(self.watch.those_with(list(module.parameters())))
             self._trained[module] = known
             if known:
-                self._watch.model_seen(module)
+                self.watch.model_seen(module)
                 for part in module.modules():
                     if isinstance(part, DistributedDataParallel):
                         self._wrapped[part.module] = type(part).__name__
@@ -110,7 +115,7 @@ class Modules:
             if generator is not None and hasattr(generator, "get_rng_state"):
                 state += generator.get_rng_state().numpy().tobytes()
         random_state = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "big")
-        holds = self._watch.holds_reduction([module])
+        holds = self.watch.holds_reduction([module])
         wrapper = _wrapper_of(module)
         past = self._wrapped.get(module, "")
         dropout, norm = _noisy_parts(module)

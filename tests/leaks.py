@@ -23,7 +23,11 @@ from typing import Any
 PATIENCE_S = 2.0
 
 # Set by pytest for each test, and by torch when the first optimizer of a process is made.
-NOT_THE_TESTS_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+NOT_THE_TESTS_OWN = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # set by lightning when it is imported
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

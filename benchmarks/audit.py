@@ -69,7 +69,7 @@ class Measured:
     Args:
         typical_seconds: median of the bare loop's times. For the scale only: compare ratios.
         rows: the bare loop again, the audited updates, the updates after them.
-        peak_bytes: of tensors in one update of the bare loop, and in one that is audited.
+        peak_bytes: of tensors in two updates of the bare loop, and in two that are audited.
         num_audited: updates that the audit has seen.
         same_parameters: whether the loops ended with the same parameters, bit for bit.
     """
@@ -105,7 +105,7 @@ class Turns:
         """Do one update; return its seconds, and where in an audit it was."""
         phase = self._next_phase() if self._audit else None
         batches = batches_of(self._work, update)
-        gc.collect()
+        gc.collect(1)  # what the update before left; all generations would take longer than an update
         begun = self._now()
         self._loop.run(batches, nullcontext())
         seconds = self._now() - begun
@@ -113,15 +113,13 @@ class Turns:
         return seconds, phase
 
     def peak_bytes(self, update: int) -> int:
-        """The most that tensors take in one update, the second under an audit where there is one."""
-        with ExitStack() as stack:
+        """The most that tensors take in two updates, from the beginning of an audit where there is one."""
+        batches = [batches_of(self._work, update), batches_of(self._work, update + 1)]
+        with PeakTensorBytes(self._loop.model, self._loop.optimizer) as peak, ExitStack() as stack:
             if self._audit:
-                # what is kept of the update before is kept then
-                watching = Watching(updates=AUDITED_UPDATES, replay=False)
-                stack.callback(watching.end)
-            self._loop.run(batches_of(self._work, update), nullcontext())
-            with PeakTensorBytes(self._loop.model, self._loop.optimizer) as peak:
-                self._loop.run(batches_of(self._work, update + 1), nullcontext())
+                stack.callback(Watching(updates=AUDITED_UPDATES, replay=False).end)
+            for one in batches:
+                self._loop.run(one, nullcontext())
         return peak.counts
 
     def digest(self) -> str:

@@ -24,13 +24,13 @@ ROUNDS = 2 * audit.AUDITED_UPDATES
 def test_updates_are_audited_by_turns_and_nothing_of_it_stays():
     turns, backward = audit.Turns(TINY, True, "cpu"), torch.autograd._engine_run_backward
     phases, replaced = [], []
-    for update in range(2 * ROUNDS):
+    half = audit.AUDITED_UPDATES
+    for update in range(3 * half):
         phases.append(turns.timed(update)[1])
         replaced.append(torch.autograd._engine_run_backward is not backward)
-    half = audit.AUDITED_UPDATES
-    assert phases == ["audited"] * half + ["after"] * half + ["audited"] * half + ["after"] * half
+    assert phases == ["audited"] * half + ["after"] * half + ["audited"] * half
     # the last audited update ends the audit
-    assert replaced == ([True] * (half - 1) + [False] * (half + 1)) * 2
+    assert replaced == [True] * (half - 1) + [False] * (half + 1) + [True] * (half - 1) + [False]
     assert turns.num_audited == 2 * half
 
 
@@ -55,9 +55,10 @@ def test_an_audit_that_saw_too_little_stops_the_benchmark():
         run(batches[4:], around)
 
     object.__setattr__(turns._loop, "run", half_unseen)
-    with pytest.raises(SystemExit, match="the audit saw .*'backward': 16.* where .*'backward': 32"):
-        for update in range(audit.AUDITED_UPDATES):
-            turns.timed(update)
+    for update in range(audit.AUDITED_UPDATES - 1):
+        turns.timed(update)
+    with pytest.raises(SystemExit, match=r"the audit saw .*'backward': 16.* where .*'backward': 32"):
+        turns.timed(update + 1)
 
 
 def test_times_are_paired_by_round_and_phase():
@@ -70,9 +71,15 @@ def test_times_are_paired_by_round_and_phase():
     assert audit._ratios("a", bare, bare).quartiles == (1.0, 1.0, 1.0)
 
 
+def peak_of(audited: bool) -> int:
+    turns = audit.Turns(TINY, audited, "cpu")
+    turns._loop.run(audit.batches_of(TINY, 0), audit.nullcontext())  # makes the optimizer's state
+    return turns.peak_bytes(1)
+
+
 def test_peak_memory_sees_what_an_audit_would_hold(monkeypatch):
-    bare = audit.Turns(TINY, False, "cpu").peak_bytes(0)
-    assert bare <= audit.Turns(TINY, True, "cpu").peak_bytes(0) < 1.2 * bare
+    bare = peak_of(False)
+    assert bare <= peak_of(True) < 5 * bare  # the audit's fixed random numbers are larger than this model
     held = []
     seen = audit.Watching
 
@@ -88,7 +95,7 @@ def test_peak_memory_sees_what_an_audit_would_hold(monkeypatch):
         return watching
 
     monkeypatch.setattr(audit, "Watching", hoards)
-    assert audit.Turns(TINY, True, "cpu").peak_bytes(0) > 2 * bare
+    assert peak_of(True) > 10 * bare
 
 
 def test_too_few_rounds_for_an_audit_are_refused(capsys):

@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from wholebatch.audit.trace import RankTrace
+from wholebatch.audit.trace import SKETCH_WIDTH, RankTrace
 
 _POLL_S = 0.05
 
@@ -56,9 +56,8 @@ def leave(trace: RankTrace, folder: Path) -> None:
     text = json.dumps(_plain(trace, arrays))
     target = folder / f"rank-{trace.rank}.npz"
     unfinished = target.with_suffix(".part.npz")
-    np.savez(
-        unfinished, trace=np.array(text), arrays=np.array(arrays, dtype=np.float64).reshape(len(arrays), -1)
-    )
+    stored = np.array(arrays, dtype=np.float64).reshape(len(arrays), SKETCH_WIDTH)
+    np.savez(unfinished, trace=np.array(text), arrays=stored)
     unfinished.replace(target)
 
 

@@ -49,10 +49,11 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
         "tail_carried_over",
         "tail_weight",
         *_CHANGES,
+        "clip_before_reduction",
         "uncounted_items",
         "optimizer_without_gradients",
     ),
-    "tail_weight": (*_CLEARS, *_STEPS, "tail_dropped"),
+    "tail_weight": (*_CLEARS, *_STEPS, "tail_dropped", "unequal_micro_batch_counts"),
     "tail_carried_over": (*_CLEARS, *_STEPS),
     "tail_dropped": _CLEARS,
     "unequal_micro_batch_counts": (*_CLEARS, *_STEPS, *_REDUCTIONS),
@@ -90,7 +91,8 @@ def _nearest(effect: Finding, findings: Sequence[Finding]) -> Finding | None:
         for cause in findings:
             if cause.kind == kind and _explains(cause, effect):
                 return cause
-    if effect.kind == "unequal_item_weights" and effect.across == "replicas":
+    is_short = effect.kind == "total_weight" and effect.factor is not None and effect.factor < 1
+    if is_short or (effect.kind == "unequal_item_weights" and effect.across == "replicas"):
         counts = [c for c in findings if c.kind == "unequal_micro_batch_counts" and _explains(c, effect)]
         return counts[0] if counts else None
     return None

@@ -88,7 +88,9 @@ def _reduced(window: Window) -> list[tuple[MicroBatch, bool]]:
 
 
 def _some_reduced(window: Window) -> bool:
-    return any(reduced for _, reduced in _reduced(window))
+    """Whether some micro-batches were combined, unless all were and parameters were left out."""
+    reduced = [one for _, one in _reduced(window)]
+    return any(reduced) and not (window.per_parameter_kappa and all(reduced))
 
 
 def _averages_weights(evidence: Evidence, optimizer: int) -> bool:

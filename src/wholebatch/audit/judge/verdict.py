@@ -142,7 +142,8 @@ def _verdict(evidence: Evidence, findings: Sequence[Finding]) -> Verdict:
     unknown = [w for w in audited if w.unjudged is not None or w.total is None]
     if any(w.optimizer == 0 for w in unknown) and judged_by_replay(evidence):
         unknown = [w for w in unknown if w.optimizer != 0]
-    return "not_judged" if unknown or not audited else "clean"
+    stalled = any(trace.ended == "stalled" for trace in evidence.traces)
+    return "not_judged" if unknown or not audited or stalled else "clean"
 
 
 def _has_micro_batches(window: Window) -> bool:
@@ -164,6 +165,8 @@ def _unjudged(evidence: Evidence) -> list[str]:
         found.append("no update was seen: no optimizer stepped while the loop was watched")
     for trace in evidence.traces:
         found += [f"rank {trace.rank}: {reason}" for reason in trace.unseen]
+        if trace.ended == "stalled":
+            found.append(f"rank {trace.rank} waited in a collective that others never came to")
         if trace.replayed is not None and trace.replayed.unable is not None and entries:
             found.append(f"rank {trace.rank}: no replay: {trace.replayed.unable}")
     return list(dict.fromkeys(found))

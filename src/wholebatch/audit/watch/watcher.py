@@ -297,9 +297,10 @@ class Watch:
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized():
             self._ranks = distributed.get_rank(), distributed.get_world_size()
-        with contextlib.suppress(Exception):
-            optimizers = [held for seen in self.optimizers if (held := seen.optimizer()) is not None]
-            self._place = data_parallel_place(list(self.models), optimizers)
+            # not once the group is gone: every rank would then be the only one
+            with contextlib.suppress(Exception):
+                optimizers = [held for seen in self.optimizers if (held := seen.optimizer()) is not None]
+                self._place = data_parallel_place(list(self.models), optimizers)
         if self._intents is None and any(seen.updates for seen in self.optimizers):
             self._intents = find_intents(self._flags)
 

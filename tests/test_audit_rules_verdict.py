@@ -275,3 +275,22 @@ def test_an_own_sum_that_rounding_blurs_loses_nothing():
     made = [backward(items=5, weight=0.1, delivers=one), clear()]
     made += [backward(items=5, weight=0.1, delivers=two), step(reads=read), clear()]
     assert wrong(judge(trace(*made * 3))) == []
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_two_modules_of_one_class_are_no_micro_batches_of_one_backward(num_micro_batches):
+    """As many forwards for a backward as micro-batches were said, but the window has those besides."""
+    one = [backward(items=5, weight=1 / (5 * num_micro_batches), num_forwards=2)] * num_micro_batches
+    told = (Intent(micro_batches=2, source="arguments", framework="accelerate"),)
+    judgement = judge(trace(*[*one, step(), clear()] * 3, intents=told))
+    assert [f.kind for f in judgement.findings if f.kind == "memory_grows"] == (
+        ["memory_grows"] if num_micro_batches == 1 else []
+    )
+
+
+def test_a_tail_of_means_that_nobody_divided_is_no_fault_of_its_own():
+    rest = [step(), clear(), pass_ends(), pass_begins()]
+    one = [backward(items=5)]
+    judgement = judge(trace(*[*one * 4, step(), clear(), *one * 2, *rest] * 2))
+    assert wrong(judgement) == ["total_weight"]
+    assert found(judgement, "total_weight").factor == pytest.approx(4.0)

@@ -77,7 +77,11 @@ def _one_backward(evidence: Evidence, optimizer: int) -> Iterable[Finding]:
 
 
 def _many_forwards(window: Window, said: int | None) -> MicroBatch | None:
-    """Return a backward over the summed losses of several forwards of the same module."""
+    """Return a backward over the summed losses of several forwards of the same module.
+
+    As many as were said are its micro-batches, unless the window has that many backwards besides.
+    """
+    said = None if seen_micro_batches(window) == said else said
     for rank in window.micro_batches:
         for m in kept(window, rank):
             num_forwards = m.backward.num_forwards

@@ -79,6 +79,8 @@ def _tail_factor(evidence: Evidence, window: Window, judged: Sequence[Window]) -
         return None
     if any(is_near(value, 1.0, window) for value in full):
         return total if total < 1 else None
+    if any(is_near(total, never, window) for never in (seen, seen / evidence.num_replicas)):
+        return None  # a mean of each micro-batch that nobody divided weighs the same in all windows
     return total / full[0] if is_near(total / full[0], seen / meant, window) else None
 
 

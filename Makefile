@@ -42,9 +42,10 @@ test-peers: peers
 faults: venv
 	cd tests && ../$(BIN)/python -m campaign --all
 
-# The window beside a hand-written loop and the peers; quiet machines only.
+# The window beside a hand-written loop and the peers, and a loop under the audit; quiet machines only.
 benchmark: venv
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/audit.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -98,7 +98,8 @@ def test_a_broken_loop_is_named_and_its_twin_is_not(name, which):
     ],
 )
 def test_nothing_is_wrong_with_a_right_loop(name, monkeypatch):
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # torch.compile shows progress by it: no thread left
+    # torch.compile shows progress by it: no thread left
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     judgement = audited(right_loops.RIGHT_LOOPS[name].ranks, "right", name)
     assert "wrong" not in {finding.severity for finding in judgement.findings}, told(judgement)
     assert judgement.verdict != "not_judged", judgement.unjudged

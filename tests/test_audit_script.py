@@ -121,7 +121,7 @@ def test_the_script_computes_what_it_computes_alone(script):
     assert json.loads(Path("seen.json").read_text())["findings"][0]["kind"] == "unequal_item_weights"
 
 
-# -- several ranks ------------------------------------------------------------------------------------------
+# -- several ranks -----------------------------------------------------------------------------------------
 
 
 def seen_of_a_loop() -> RankTrace:

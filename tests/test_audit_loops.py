@@ -34,7 +34,9 @@ def watched(rank: int, num_ranks: int, table: str, name: str, which: str) -> Ran
         loop = broken_loops.loop(name)
         run: Any = getattr(loop, which)
         if loop.expected.expect_micro_batches:
-            flags = Intent(micro_batches=loop.expected.expect_micro_batches, source="--expect-micro-batches")
+            flags = Intent(
+                micro_batches=loop.expected.expect_micro_batches, source="--expect-micro-batches"
+            )
     else:
         run = right_loops.right_loop(name)
     watching = Watching(updates=UPDATES, flags=flags)

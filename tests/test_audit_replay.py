@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholebatch.audit.capture import WindowCapture
-from wholebatch.audit.replaying import replay
+from wholebatch.audit.replay.capture import WindowCapture
+from wholebatch.audit.replay.replaying import replay
 from wholebatch.audit.trace import Replayed
 
 

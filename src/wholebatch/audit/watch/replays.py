@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.audit.capture import WindowCapture
-from wholebatch.audit.replaying import replay
+from wholebatch.audit.replay.capture import WindowCapture
+from wholebatch.audit.replay.replaying import replay
 from wholebatch.audit.trace import Replayed
 from wholebatch.audit.watch.seen import OptimizerSeen, quietly
 from wholebatch.audit.watch.watcher import Watch

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.audit.capture import Call, Shared, WindowCapture
-from wholebatch.audit.chain import UnableError, Wired
-from wholebatch.audit.nested import changed, fetched
+from wholebatch.audit.replay.capture import Call, Shared, WindowCapture
+from wholebatch.audit.replay.chain import UnableError, Wired
+from wholebatch.audit.replay.nested import changed, fetched
 from wholebatch.closeness import as_wide
 
 _DROPOUT_MODULES = nn.modules.dropout._DropoutNd

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wholebatch.audit.capture import CapturedMicroBatch, Shared, WindowCapture, same_random
-from wholebatch.audit.chain import Spot, UnableError
-from wholebatch.audit.copies import Copies, copies
-from wholebatch.audit.joining import Arguments, Joined, joined, num_samples
-from wholebatch.audit.nested import changed, fetched, leaves
+from wholebatch.audit.replay.capture import CapturedMicroBatch, Shared, WindowCapture, same_random
+from wholebatch.audit.replay.chain import Spot, UnableError
+from wholebatch.audit.replay.copies import Copies, copies
+from wholebatch.audit.replay.joining import Arguments, Joined, joined, num_samples
+from wholebatch.audit.replay.nested import changed, fetched, leaves
 from wholebatch.replay import RandomState
 
 Gradients = dict[str, Tensor]

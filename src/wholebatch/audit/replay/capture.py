@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from wholebatch.audit.chain import Source, Spot, UnableError, Wired, coefficients, wired
-from wholebatch.audit.nested import Leaf, Path, changed, leaves
+from wholebatch.audit.replay.chain import Source, Spot, UnableError, Wired, coefficients, wired
+from wholebatch.audit.replay.nested import Leaf, Path, changed, leaves
 from wholebatch.replay import RandomState
 
 # Wrappers whose parameters are the module's own, by class name: what they wrap is at this attribute.

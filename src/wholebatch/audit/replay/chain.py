@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholebatch.audit.nested import Leaf, Path
+from wholebatch.audit.replay.nested import Leaf, Path
 
 # An output is known by the node that made it and which of the node's results it is.
 Source = tuple[Any, int]

@@ -23,12 +23,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from wholebatch.audit.capture import WindowCapture
-from wholebatch.audit.chain import UnableError
-from wholebatch.audit.copies import untouched
-from wholebatch.audit.joining import num_samples
-from wholebatch.audit.nested import leaves
-from wholebatch.audit.rerun import (
+from wholebatch.audit.replay.capture import WindowCapture
+from wholebatch.audit.replay.chain import UnableError
+from wholebatch.audit.replay.copies import untouched
+from wholebatch.audit.replay.joining import num_samples
+from wholebatch.audit.replay.nested import leaves
+from wholebatch.audit.replay.rerun import (
     Big,
     Rerun,
     Split,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.audit.capture import CapturedMicroBatch, Shared
-from wholebatch.audit.chain import UnableError, Wired
-from wholebatch.audit.nested import Path, changed, fetched, leaves
+from wholebatch.audit.replay.capture import CapturedMicroBatch, Shared
+from wholebatch.audit.replay.chain import UnableError, Wired
+from wholebatch.audit.replay.nested import Path, changed, fetched, leaves
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, range, slice)

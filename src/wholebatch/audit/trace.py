@@ -112,6 +112,8 @@ class Term:
             model), as in contrastive losses with in-batch negatives.
         surrogate: a product with a tensor of both signs that was itself computed from a gradient, as cached
             contrastive losses have: nobody's loss, so its weights say nothing.
+        quotient: it lies in a quotient of two reductions over the samples (a Dice loss over a batch), which
+            is no sum over micro-batches.
         multiplied, divided: numbers that the whole term was multiplied and divided by in the loss's own
             arithmetic, the outermost first; a loss scale is among them.
         first_target_ignored: for a loss over sequences of labels, None where it can't be told.
@@ -125,6 +127,7 @@ class Term:
     num_ignored: int = 0
     square: bool = False
     surrogate: bool = False
+    quotient: bool = False
     first_target_ignored: bool | None = None
     multiplied: tuple[float, ...] = ()
     divided: tuple[float, ...] = ()

@@ -109,8 +109,10 @@ def _lost(cleared: Sequence[Waiting], own: Sequence[Waiting]) -> Iterable[Waitin
     """Cleared backwards that this window should have had.
 
     A probe before the loop, the first pass of a two-pass optimizer and the evaluations of a closure are
-    cleared by right: no later backward of the window is of their loop.
+    cleared by right: no later backward of the window is of their loop. So are those of an attempt that
+    failed and began again with the same samples.
     """
+    cleared = [] if _is_begun_again(cleared, own) else cleared
     last_in_step = max((w.position for w in [*own, *cleared] if w.backward.in_step), default=-1)
     stays = [w for w in cleared if not (w.backward.in_step and w.position < last_in_step)]
     sites = {w.backward.site for w in own}
@@ -119,6 +121,17 @@ def _lost(cleared: Sequence[Waiting], own: Sequence[Waiting]) -> Iterable[Waitin
         alike = [w.backward for w in stays if w.backward.site == waiting.backward.site]
         if not own or waiting.backward.site in sites or is_rest_of_loop(alike, backwards):
             yield waiting
+
+
+def _is_begun_again(cleared: Sequence[Waiting], own: Sequence[Waiting]) -> bool:
+    """Whether a window begins with the very samples, no two micro-batches alike, of what was cleared."""
+    before, after = [_samples(w) for w in cleared], [_samples(w) for w in own]
+    different = len(set(after)) == len(after) > 1 and all(after)
+    return different and bool(before) and after[: len(before)] == before
+
+
+def _samples(waiting: Waiting) -> tuple[int, ...]:
+    return tuple(sample for forward in waiting.forwards for sample in forward.samples)
 
 
 def _foreign(optimizer: int, own: Sequence[Waiting]) -> Iterable[int]:

@@ -130,6 +130,17 @@ def is_near(value: float, target: float, window: Window) -> bool:
     return abs(value - target) <= tolerance(window) * abs(target)
 
 
+def averages_weights(evidence: Evidence, optimizer: int) -> bool:
+    """Return whether weights change after steps: replicas average them from time to time."""
+    return any(
+        event.kind == "parameters_changed"
+        for w in applied_windows(evidence, optimizer)
+        for rank, events in w.events.items()
+        for position, event in events
+        if position < min((m.position for m in own(w, rank)), default=-1)
+    )
+
+
 def events_of(window: Window, *kinds: EventKind) -> Iterator[tuple[int, int, Event]]:
     """Yield (rank, position, event) of some kinds that concern the window's optimizer."""
     for rank, events in window.events.items():
@@ -161,8 +172,10 @@ def events_between(window: Window, *kinds: EventKind) -> Iterator[Between]:
 
 
 def num_forwards(window: Window, rank: int) -> int:
-    """Return the forwards of a window on a rank, those included that no backward followed."""
-    return sum(event.kind == "forward" for _, event in window.events.get(rank, ()))
+    """Return the forwards of a window on a rank by the module that had the fewest, those included that no
+    backward followed: a micro-batch may take several modules, and one of them several times."""
+    modules = Counter(e.forward.module for _, e in window.events.get(rank, ()) if e.forward is not None)
+    return min(modules.values(), default=0)
 
 
 def pass_positions(window: Window, rank: int) -> list[int]:

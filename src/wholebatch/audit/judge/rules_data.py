@@ -239,10 +239,21 @@ def _begun(trace: RankTrace) -> int:
 
 
 def coupled_samples(evidence: Evidence) -> Iterable[Finding]:
-    """A loss of a batch against itself, micro-batch by micro-batch."""
+    """A loss of a batch against itself, or a quotient of two of its sums, micro-batch by micro-batch."""
     for optimizer in optimizers_of(evidence):
-        applied = applied_windows(evidence, optimizer)
-        windows = [w for w in applied if seen_micro_batches(w) > 1 and _squares(w)]
+        applied = [w for w in applied_windows(evidence, optimizer) if seen_micro_batches(w) > 1]
+        windows = [w for w in applied if _squares(w)]
+        quotients = [w for w in applied if _quotients(w)]
+        if quotients and not windows:
+            yield finding(
+                evidence,
+                "coupled_samples",
+                quotients,
+                f"{updates_text(quotients[:1])}, the loss is a quotient of two sums over a micro-batch, "
+                f"and the mean of {seen_micro_batches(quotients[0])} of them is not the whole's.",
+                severity="note",
+                place=place_of(_quotients(quotients[0])[0]),
+            )
         if windows:
             first = windows[0]
             sizes = [
@@ -265,6 +276,11 @@ def coupled_samples(evidence: Evidence) -> Iterable[Finding]:
 def _squares(window: Window) -> list[MicroBatch]:
     micro_batches = [m for rank in window.micro_batches for m in kept(window, rank)]
     return [m for m in micro_batches if any(t.square and not t.surrogate for t in m.backward.terms)]
+
+
+def _quotients(window: Window) -> list[MicroBatch]:
+    micro_batches = [m for rank in window.micro_batches for m in kept(window, rank)]
+    return [m for m in micro_batches if any(t.quotient for t in m.backward.terms)]
 
 
 def same_randomness(evidence: Evidence) -> Iterable[Finding]:

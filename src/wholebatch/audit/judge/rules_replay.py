@@ -55,7 +55,7 @@ def replayed_unequal(evidence: Evidence) -> Iterable[Finding]:
         replayed = trace.replayed
         if window is None or replayed is None or not is_faithful(replayed):
             continue
-        several = seen_micro_batches(window) > 1
+        several = seen_micro_batches(window) > 1 and not _has_quotient(window)
         limit = 10 * _tolerance(replayed)
         if several and replayed.difference > limit:
             yield finding(
@@ -68,6 +68,11 @@ def replayed_unequal(evidence: Evidence) -> Iterable[Finding]:
                 across="micro_batches",
             )
             return
+
+
+def _has_quotient(window: Window) -> bool:
+    backwards = [m.backward for group in window.micro_batches.values() for m in group]
+    return any(term.quotient for backward in backwards for term in backward.terms)
 
 
 def replayed_total(evidence: Evidence) -> Iterable[Finding]:

@@ -9,6 +9,7 @@ from wholebatch.audit.judge.losing import losses_of
 from wholebatch.audit.judge.reading import (
     Across,
     applied_windows,
+    averages_weights,
     finding,
     is_near,
     num_forwards,
@@ -20,7 +21,7 @@ from wholebatch.audit.judge.reading import (
     tolerance,
     updates_text,
 )
-from wholebatch.audit.judge.totals import judged_totals
+from wholebatch.audit.judge.totals import is_right, judged_totals
 
 NO_WEIGHT = 1e-9
 
@@ -176,6 +177,8 @@ def _divided_by_another(evidence: Evidence, optimizer: int) -> Iterable[Finding]
         if _varies(totals, 1e-2) and not _varies(by_main, 2e-3):
             window, term, main = pairs[0]
             assert main is not None
+            # what is scored everywhere is divided by what is found, by right, in detection
+            over_more = all(one.num_units > other.num_units for _, one, other in pairs if other)
             yield finding(
                 evidence,
                 "unequal_item_weights",
@@ -184,6 +187,7 @@ def _divided_by_another(evidence: Evidence, optimizer: int) -> Iterable[Finding]
                 f"{number(main.num_units)} items of the main one: its weight is {number(totals[0])} in "
                 f"update "
                 f"{window.index} and varies from {number(min(totals))} to {number(max(totals))}.",
+                severity="note" if over_more else "wrong",
                 place=term.site,
                 across="micro_batches",
             )
@@ -235,6 +239,7 @@ def uncounted_items(evidence: Evidence) -> Iterable[Finding]:
         lost = _uncounted(first)
         everything = sum(len(own(first, rank)) for rank in first.micro_batches)
         by_hand = all(losses.get(w.index) == "skipped by hand" for w in windows)
+        apart = averages_weights(evidence, optimizer) and all(m.lost == "not reduced" for m in lost)
         yield finding(
             evidence,
             "uncounted_items",
@@ -242,7 +247,7 @@ def uncounted_items(evidence: Evidence) -> Iterable[Finding]:
             f"{updates_text([first])}, {plural(len(lost), 'micro-batch')} of "
             f"{everything}{_items_text(lost)}"
             f" reached no gradient that the optimizer read.",
-            severity="note" if by_hand else "wrong",
+            severity="note" if by_hand or apart else "wrong",
             place=place_of(lost[0]),
         )
 
@@ -255,6 +260,7 @@ def _never_differentiated(evidence: Evidence, optimizer: int) -> Iterable[Findin
         for rank in list(w.micro_batches)[:1]
         if (forwards := num_forwards(w, rank)) > (backwards := len(own(w, rank))) > 0
         and w.total is not None
+        and not is_right(w)
         and is_near(abs(w.total), backwards / forwards, w)
     ]
     if found:

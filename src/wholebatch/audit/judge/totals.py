@@ -116,7 +116,9 @@ def _judged(
         factor = 1.0 if right else factor
         is_wrong = False
     else:
-        is_wrong = bool(explained) or not (_is_coefficient(factor, windows) or _by_samples(window, factor))
+        is_wrong = bool(explained) or not (
+            _is_coefficient(factor, windows) or _by_samples(window, factor, windows)
+        )
     if not right and is_near(factor, 1.0, window):  # clipped by hand, else right
         right = True
     if right or is_wrong or (single and splits):
@@ -221,10 +223,15 @@ def _is_coefficient(factor: float, windows: Sequence[Window]) -> bool:
     return 2 * same > len(windows) and any(abs(factor - c) <= 1e-3 * c for c in COEFFICIENTS)
 
 
-def _by_samples(window: Window, factor: float) -> bool:
-    """Whether sums over items were divided by samples, as an objective over whole sequences is."""
-    samples = window.terms[0].samples
-    return bool(samples) and is_near(factor, window.terms[0].num_units / (samples or 1), window)
+def _by_samples(window: Window, factor: float, windows: Sequence[Window]) -> bool:
+    """Whether sums over items were divided by samples in most windows, as an objective over whole
+    sequences is."""
+    same = sum(is_near(abs(w.terms[0].total), _items_per_sample(w), w) for w in windows)
+    return is_near(factor, _items_per_sample(window), window) and 2 * same > len(windows)
+
+
+def _items_per_sample(window: Window) -> float:
+    return window.terms[0].num_units / (window.terms[0].samples or math.inf)
 
 
 def _clips_by_hand(evidence: Evidence, windows: Sequence[Window]) -> dict[int, float]:

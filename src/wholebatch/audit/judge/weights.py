@@ -45,7 +45,8 @@ def entries(
         measured: whether kappas were; without, they are taken for 1.
     """
     found = []
-    for micro_batch in micro_batches:
+    chosen = list(micro_batches)
+    for micro_batch in chosen:
         backward = micro_batch.backward
         kappa = micro_batch.kappa
         if not measured:
@@ -60,7 +61,7 @@ def entries(
                 factor=kappa / backward.loss_scale,
             )
             for term in backward.terms
-            if not term.surrogate
+            if not (term.surrogate or (term.quotient and len(chosen) > 1))
         ]
     return found
 

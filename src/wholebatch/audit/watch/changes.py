@@ -72,13 +72,12 @@ class AveragesBetween:
             return
         self._searched = True
         parameters = [p for p in self._gradients.parameters if p.dim() > 0]
-        shapes = sorted(tuple(p.shape) for p in parameters)
         ours = {id(p) for p in parameters} | {id(p.grad) for p in parameters if p.grad is not None}
         for candidate in gc.get_objects():
             tensors = _tensors_of(candidate)
-            if tensors is None or len(tensors) < len(shapes) or any(id(t) in ours for t in tensors):
+            if not tensors or any(id(t) in ours for t in tensors):
                 continue
-            if _shaped_like(tensors, shapes) and _near(tensors, parameters):
+            if _follows(tensors, parameters):
                 self._found.append((type(candidate).__name__, candidate))
         self._found = _outermost(self._found)
 
@@ -147,7 +146,26 @@ def _tensors_of(candidate: Any) -> list[Tensor] | None:
             return None
     else:
         return None
-    return [v for v in values if isinstance(v, Tensor) and type(v).__name__ in ("Tensor", "Parameter")]
+    return [v for v in values if _has_numbers(v)]
+
+
+def _has_numbers(value: Any) -> bool:
+    """Whether this is a plain tensor that can be read: no wrapper of another library's, not on ``meta``."""
+    return (
+        isinstance(value, Tensor) and type(value).__name__ in ("Tensor", "Parameter") and not value.is_meta
+    )
+
+
+def _follows(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
+    """Whether tensors are near to the parameters: all of these have one, or each of them has its own (the
+    teacher of an encoder whose student has heads besides)."""
+    shapes = sorted(tuple(p.shape) for p in parameters)
+    if len(tensors) >= len(shapes) and _shaped_like(tensors, shapes):
+        return _near(tensors, parameters)
+    some = [t for t in tensors if t.dim() > 0]
+    theirs = [tuple(t.shape) for t in some]
+    fits = all(shapes.count(shape) >= theirs.count(shape) for shape in set(theirs))
+    return fits and any(t.dim() > 1 for t in some) and _near(parameters, some)
 
 
 def _shaped_like(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> bool:
@@ -172,7 +190,7 @@ def _near(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
             ),
             default=float("inf"),
         )
-    return distance <= _NEAR**2 * size
+    return size > 0 and distance <= _NEAR**2 * size
 
 
 def _outermost(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

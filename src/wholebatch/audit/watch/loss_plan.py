@@ -106,6 +106,7 @@ class Plan:
         ignored: numbers of positions left out, on the device.
         first_ignored: whether the first target is ignored, on the device.
         scores: node of the log-softmax right below, and its classes: a smoothing term shares it.
+        quotient: it lies in a quotient of two reductions.
         smooths: this is a sum over the classes of ``scores``.
         written: what the term is multiplied and divided by on its way to the root.
     """
@@ -123,6 +124,7 @@ class Plan:
     first_ignored: Tensor | None = None
     square: bool = False
     surrogate: bool = False
+    quotient: bool = False
     scores: object | None = None
     num_classes: int = 0
     smooths: bool = False

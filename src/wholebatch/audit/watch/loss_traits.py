@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from wholebatch.audit.watch.graph_nodes import (
+    LOSSES,
+    REDUCERS,
     VIEWS,
     Edge,
     base_name,
@@ -26,6 +28,7 @@ _PRODUCTS = names("Mm Bmm Cdist EuclideanDist Pdist")
 _BETWEEN_SCORES = VIEWS | names(
     """
     LogSoftmax Softmax Logsumexp Log Exp Div Mul Sub Add Rsub Sum Mean Gather Index Diagonal MaskedFill
+    FillDiagonal MaskedSelect MaskedScatter CopySlices IndexPut Expand Stack Log1p Max Min
     Where Cat Relu ClampMin Clamp Threshold Softplus LogSigmoid Sqrt Pow Max Amax Select Slice Triu
     Tril Fill BinaryCrossEntropyWithLogits NllLoss MseLoss
     """
@@ -125,3 +128,30 @@ def first_parameter(edge: Edge) -> Any:
         if is_leaf(node) and isinstance(node.variable, nn.Parameter):
             return node
     return None
+
+
+def is_quotient(node: Any) -> bool:
+    """Whether one reduction is divided by another that data go into as well."""
+    if base_name(node) != "Div" or len(edges_below(node)) != 2:
+        return False
+    return all(
+        numel_at(child) == 1 and reduces_below(child) and not is_penalty(child)
+        for child in edges_below(node)
+    )
+
+
+def reduces_below(edge: Edge) -> bool:
+    """Whether a single number was made from a reduction by arithmetic of single numbers."""
+    stack, seen = [edge], {edge[0]}
+    while stack:
+        node = stack.pop()[0]
+        name = base_name(node)
+        if name in LOSSES:
+            return True
+        if name in REDUCERS and name != "Dot" and numel_at((node, 0)) == 1 and shape_at((node, 0)) == ():
+            return True
+        for child in edges_below(node):
+            if child[0] not in seen and not is_leaf(child[0]) and numel_at(child) == 1:
+                seen.add(child[0])
+                stack.append(child)
+    return False

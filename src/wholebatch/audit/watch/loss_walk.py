@@ -17,7 +17,13 @@ from wholebatch.audit.watch import graph_nodes as graph
 from wholebatch.audit.watch import loss_traits, unit_weights
 from wholebatch.audit.watch.graph_nodes import Edge, UnreadableError, base_name, numel_at, shape_at
 from wholebatch.audit.watch.loss_plan import Frame, Plan, Probe, Written
-from wholebatch.audit.watch.reduced_losses import plan_loss, read_factored, reading_of_loss
+from wholebatch.audit.watch.reduced_losses import (
+    plan_loss,
+    read_factored,
+    read_ignored_of_summand,
+    read_labels,
+    reading_of_loss,
+)
 
 _LINEAR = (
     graph.VIEWS
@@ -49,9 +55,12 @@ class LossWalk:
             try:
                 below = self._scalar_node(edge)
                 further = (*written, *_written(edge[0], base_name(edge[0])))
+                if loss_traits.is_quotient(edge[0]):
+                    further = (*further, (True, None))
                 stack += [(child, further) for child in reversed(below)]
                 for plan in self.plans[planned:]:
-                    plan.written = written
+                    plan.written = tuple(one for one in written if one[1] is not None)
+                    plan.quotient = len(plan.written) < len(written)
             except UnreadableError as error:
                 self.problems.append(str(error))
                 if graph.is_custom(edge[0]) or "Compiled" in edge[0].name():
@@ -112,7 +121,7 @@ class LossWalk:
         compiled = "Compiled" in edge[0].name()
         if compiled or (name in graph.WHOLE and any(numel_at(child) > 1 for child in below)):
             raise UnreadableError(f"the loss is made by {edge[0].name()}, which reduces out of sight")
-        if _reduces_below(edge):
+        if loss_traits.reduces_below(edge):
             raise UnreadableError(
                 f"the loss is {edge[0].name()} of a reduction, which is not linear in its items"
             )
@@ -248,7 +257,8 @@ def _multiplied(plan: Plan, frame: Frame, name: str) -> Frame | None:
     if frame.factor is not None:
         return None
     if kind == "signed":
-        plan.surrogate = plan.surrogate or (name == "Mul" and loss_traits.is_surrogate(node, factor))
+        whole = name == "Mul" and frame.depth == 0  # summed in pieces first it is a similarity of rows
+        plan.surrogate = plan.surrogate or (whole and loss_traits.is_surrogate(node, factor))
         plan.coefficients = "factors"
         return replace(frame, factor=torch.ones((), dtype=torch.bool, device=factor.device)).down()
     return replace(frame, factor=1 / factor if name == "Div" else factor).down()
@@ -279,28 +289,6 @@ def _over_classes(edge: Edge, scores: Edge) -> bool:
     return base_name(scores[0]) == "LogSoftmax" and shape_at(scores) == shape_at(edge)
 
 
-def _reduces_below(edge: Edge) -> bool:
-    """Whether a single number was made from a reduction by arithmetic of single numbers."""
-    stack, seen = [edge], {edge[0]}
-    while stack:
-        node = stack.pop()[0]
-        name = base_name(node)
-        if name in graph.LOSSES:
-            return True
-        if (
-            name in graph.REDUCERS
-            and name != "Dot"
-            and numel_at((node, 0)) == 1
-            and shape_at((node, 0)) == ()
-        ):
-            return True
-        for child in graph.edges_below(node):
-            if child[0] not in seen and not graph.is_leaf(child[0]) and numel_at(child) == 1:
-                seen.add(child[0])
-                stack.append(child)
-    return False
-
-
 def _read_items(plan: Plan, frame: Frame) -> None:
     """The finest tensor: read its elements, or the rows of a sum over classes."""
     node = frame.edge[0]
@@ -324,6 +312,8 @@ def _read_items(plan: Plan, frame: Frame) -> None:
         ):
             _read_class_rows(plan, frame, dim, scores)
             return
+    if read_ignored_of_summand(plan, frame) or read_labels(plan, frame):
+        return
     plan.items.append(frame.probe_mark(unit_weights.elements))
     _read_rows(plan, frame)
 

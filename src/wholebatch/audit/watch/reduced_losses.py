@@ -132,6 +132,56 @@ def _fits(tensor: Tensor, shape: tuple[int, ...]) -> bool:
     return len(sizes) == len(shape) and all(a in (1, b) for a, b in zip(sizes, shape, strict=True))
 
 
+def read_ignored_of_summand(plan: Plan, frame: Frame) -> bool:
+    """Read a sum of unreduced losses, one of which ignores targets: what it ignores is no item of the
+    sum (label smoothing adds a loss of its own to that of the targets).
+
+    Returns:
+        Whether there is such a summand, with an element for each of the sum.
+    """
+    if base_name(frame.edge[0]) not in ("Add", "Sub"):
+        return False
+    for edge in _summands(frame.edge):
+        if base_name(edge[0]) in ("NllLoss", "NllLoss2D") and shape_at(edge) == shape_at(frame.edge):
+            if graph.is_checkpointed(edge[0], "target") or graph.saved(edge[0], "reduction") != _NONE:
+                return False
+            _read_targets(plan, replace(frame, edge=edge), _NONE)
+            return True
+    return False
+
+
+def read_labels(plan: Plan, frame: Frame) -> bool:
+    """Read a loss of whole sequences of labels (CTC): items are labels, sequences a reading above.
+
+    Returns:
+        Whether it is one.
+    """
+    node = frame.edge[0]
+    if base_name(node) != "CtcLoss":
+        return False
+    lengths = torch.as_tensor(graph.saved(node, "target_lengths")).detach().reshape(-1)
+    measure = unit_weights.kept_elements([lengths > 0], lengths)
+    plan.items.append(frame.probe_mark(measure, by_element=False))
+    plan.weighted.append(frame.probe_mark(unit_weights.elements))
+    return True
+
+
+def _summands(edge: Edge) -> list[Edge]:
+    """What is added up elementwise, numbers that it is multiplied by left aside."""
+    found: list[Edge] = []
+    queue = [edge]
+    while queue and len(found) < 8:
+        node = queue.pop(0)
+        below = graph.edges_below(node[0])
+        name = base_name(node[0])
+        number = name in ("Mul", "Div") and len(below) == 1
+        if name in ("Add", "Sub") or (number and graph.as_tensor(graph.constant_side(node[0])) is None):
+            queue += [child for child in below if shape_at(child) == shape_at(edge)]
+        else:
+            found.append(node)
+    return found
+
+
 def _note_targets(plan: Plan, edge: Edge, keep: Tensor) -> None:
     """How many targets are ignored, whether the first is, and which scores they are compared with."""
     plan.ignored.append((~keep).sum().reshape(1))

@@ -2,8 +2,9 @@
 
 With the gradient as a matrix G of its first dimension by all others, ``sketch = R^T (G u)``, R and u fixed
 normal random numbers: sums and multiples of gradients are sums and multiples of their sketches, and a part
-of G gives its share of the whole's. One pass over the gradient, no copy of it in its own dtype where that
-is float32 or wider.
+of G gives its share of the whole's. A gradient of few rows has few directions left in ``G u``; where it is
+small, every number of its sketch has a column of u to itself. One pass over the gradient, no copy of it in
+its own dtype where that is float32 or wider.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from wholebatch.audit.trace import SKETCH_WIDTH
 # Vectors longer than this are laid out as rows, so that R stays small.
 _LONGEST_VECTOR = 65_536
 _ROW = 1_024
+# With so few rows, and no more elements, each number of a sketch has its own column.
+_FEW_ROWS, _SMALL = 64, 65_536
 _SEED_ROWS, _SEED_COLUMNS = 90_001, 90_002
 
 
@@ -41,7 +44,7 @@ class Sketcher:
         rows, columns = layout(tuple(gradient.shape))
         if rows * columns != gradient.numel():
             return self.range_of(gradient, tuple(gradient.shape), 0)
-        return self._fold(gradient.reshape(rows, columns), 0, self._columns(columns, gradient))
+        return self._fold(gradient.reshape(rows, columns), 0, self._columns(rows, columns, gradient))
 
     @torch.no_grad()
     def box(self, part: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
@@ -58,10 +61,10 @@ class Sketcher:
             return self.range_of(part, shape, offsets[0] if offsets else 0)
         if part.numel() == 0:
             return part.new_zeros(SKETCH_WIDTH)
-        u = self._columns(columns, part).view(*shape[1:])
+        u = self._columns(rows, columns, part).view(*shape[1:], -1)
         for dimension, (begin, length) in enumerate(zip(offsets[1:], part.shape[1:], strict=True)):
             u = u.narrow(dimension, begin, length)
-        return self._fold(part.reshape(part.shape[0], -1), offsets[0], u.reshape(-1))
+        return self._fold(part.reshape(part.shape[0], -1), offsets[0], u.reshape(-1, u.shape[-1]))
 
     @torch.no_grad()
     def range_of(self, part: Tensor, shape: Sequence[int], start: int) -> Tensor:
@@ -75,28 +78,29 @@ class Sketcher:
         part = _dense(part).reshape(-1)
         if part.numel() == 0:
             return part.new_zeros(SKETCH_WIDTH)
-        _, columns = layout(tuple(shape))
+        rows, columns = layout(tuple(shape))
         before = start % columns
         after = -(before + part.numel()) % columns
         if before or after:
             part = torch.nn.functional.pad(part, (before, after))
-        return self._fold(part.view(-1, columns), start // columns, self._columns(columns, part))
+        return self._fold(part.view(-1, columns), start // columns, self._columns(rows, columns, part))
 
     def _fold(self, matrix: Tensor, first_row: int, u: Tensor) -> Tensor:
         by_row = matrix @ u
-        rows = self._rows(first_row + matrix.shape[0], matrix)
-        return by_row @ rows[first_row : first_row + matrix.shape[0]]
+        rows = self._rows(first_row + matrix.shape[0], matrix)[first_row : first_row + matrix.shape[0]]
+        return by_row[:, 0] @ rows if u.shape[1] == 1 else (by_row * rows).sum(0)
 
     def _rows(self, length: int, like: Tensor) -> Tensor:
         return self._numbers("rows", length, SKETCH_WIDTH, _SEED_ROWS, like)
 
-    def _columns(self, length: int, like: Tensor) -> Tensor:
+    def _columns(self, num_rows: int, length: int, like: Tensor) -> Tensor:
         if length == 1:
-            return like.new_ones(1)
-        return self._numbers("columns", length, 1, _SEED_COLUMNS, like)[:length, 0]
+            return like.new_ones(1, 1)
+        width = SKETCH_WIDTH if num_rows <= _FEW_ROWS and num_rows * length <= _SMALL else 1
+        return self._numbers("columns", length, width, _SEED_COLUMNS, like)[:length]
 
     def _numbers(self, name: str, length: int, width: int, seed: int, like: Tensor) -> Tensor:
-        key = (name, like.device, like.dtype)
+        key = (f"{name} {width}", like.device, like.dtype)
         kept = self._kept.get(key)
         if kept is None or kept.shape[0] < length:
             # a prefix of the same sequence whatever the length; a generator of its own, so that the

@@ -139,6 +139,7 @@ def _merge(entries: Sequence[Plan]) -> None:
         first.ignored += entry.ignored
         first.square = first.square or entry.square
         first.surrogate = first.surrogate or entry.surrogate
+        first.quotient = first.quotient or entry.quotient
         if entry.coefficients != "none":
             first.coefficients = entry.coefficients
     first.rows = []
@@ -214,6 +215,7 @@ def _term(plan: Plan, key: str, numbers: dict[int, list[float]], flags: dict[int
         num_ignored=ignored,
         square=plan.square,
         surrogate=plan.surrogate,
+        quotient=plan.quotient,
         first_target_ignored=bool(flags[id(plan.first_ignored)][0])
         if plan.first_ignored is not None
         else None,

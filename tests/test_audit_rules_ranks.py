@@ -10,12 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from audit_traces import backward, clear, clip, event, reduce, step, traces
 from wholebatch.audit.gather import leave, read
 from wholebatch.audit.judge.evidence import Finding, Judgement
 from wholebatch.audit.judge.verdict import judge
 from wholebatch.audit.trace import Event, Forward, Intent
+from wholebatch.audit.watching import Watching
 
 ONE = [backward(items=4, weight=1 / 4), reduce(), step(), clear()]
 HALF = [backward(items=4, weight=1 / 4), reduce(divisor=2.0), step(), clear()]
@@ -119,3 +122,46 @@ def test_a_script_that_leaves_its_group_before_the_watch_ends_still_has_its_repl
     document = json.loads((tmp_path / "audit.json").read_text())
     assert (document["verdict"], document["replicas"]) == ("clean", 2)
     assert [update["total_weight"] for update in document["updates"]] == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.parametrize(("late", "severity"), [(True, "note"), (False, "wrong")])
+def test_replicas_that_average_their_weights_need_no_reduction(late, severity):
+    """Averaged after an update, not only made equal before the first."""
+    apart, averaged = [backward(items=5, weight=1 / 5), step(), clear()], [event("parameters_changed")]
+    loop = [*apart * 2, *averaged, *apart] if late else [*averaged, *apart * 3]
+    judgement = judge(traces(loop, loop))
+    assert found(judgement, "not_reduced").severity == severity
+    assert found(judgement, "uncounted_items").severity == severity
+    assert found(judgement, "uncounted_items").caused_by == "not_reduced"
+
+
+def averaged(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            getattr(torch.distributed, name)(parameter.data)
+
+
+@pytest.mark.parametrize(("name", "times"), [("all_reduce", 1), ("broadcast", 0)])
+def test_weights_that_are_averaged_over_ranks_are_seen_once(monkeypatch, name, times):
+    monkeypatch.setattr(torch.distributed, name, lambda _: None)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = Watching()
+    averaged(name, model, optimizer)
+    events = [event for event in watching.end().events if event.kind in ("parameters_changed", "step")]
+    assert [event.kind for event in events] == ["step", *["parameters_changed"] * times] * 2
+
+
+def test_tensors_without_numbers_are_no_averages():
+    model = nn.Linear(3, 2)
+    kept = [torch.empty(2, 3, device="meta"), torch.empty(2, device="meta")]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = Watching()
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert watching.end().unseen == ()
+    assert all(tensor.is_meta for tensor in kept)

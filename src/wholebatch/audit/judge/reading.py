@@ -135,6 +135,7 @@ def averages_weights(evidence: Evidence, optimizer: int) -> bool:
     return any(
         event.kind == "parameters_changed"
         for w in applied_windows(evidence, optimizer)
+        if w.index > 1  # what comes before the first makes replicas start alike
         for rank, events in w.events.items()
         for position, event in events
         if position < min((m.position for m in own(w, rank)), default=-1)

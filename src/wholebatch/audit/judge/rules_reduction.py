@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from wholebatch.audit.judge.evidence import Evidence, Finding, MicroBatch, Window
 from wholebatch.audit.judge.reading import (
     applied_windows,
+    averages_weights,
     events_of,
     finding,
     kept,
@@ -55,7 +56,7 @@ def not_reduced(evidence: Evidence) -> Iterable[Finding]:
             f"{updates_text([first])}, the {len(first.edges)} ranks stepped on different gradients: "
             f"those{some} "
             f"were never combined{', as the model was called past its wrapper' if past else ''}.",
-            severity="note" if _averages_weights(evidence, optimizer) else "wrong",
+            severity="note" if averages_weights(evidence, optimizer) else "wrong",
             place=place_of(micro_batches[-1]) if micro_batches else None,
         )
 
@@ -91,17 +92,6 @@ def _some_reduced(window: Window) -> bool:
     """Whether some micro-batches were combined, unless all were and parameters were left out."""
     reduced = [one for _, one in _reduced(window)]
     return any(reduced) and not (window.per_parameter_kappa and all(reduced))
-
-
-def _averages_weights(evidence: Evidence, optimizer: int) -> bool:
-    """Whether weights change after steps: replicas that average their weights from time to time."""
-    return any(
-        event.kind == "parameters_changed"
-        for w in applied_windows(evidence, optimizer)
-        for rank, events in w.events.items()
-        for position, event in events
-        if position < min((m.position for m in own(w, rank)), default=-1)
-    )
 
 
 def reduced_wrong_micro_batch(evidence: Evidence) -> Iterable[Finding]:

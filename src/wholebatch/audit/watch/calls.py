@@ -331,7 +331,10 @@ class Calls:
             tensors = [value for value in (*given, *named.values()) if isinstance(value, Tensor)]
             concerned = self._updates.those_reduced(tensors) if watch.listening else ()
             if not concerned:
-                return original(*given, **named)
+                result = original(*given, **named)
+                if name == "all_reduce" and watch.listening and self._updates.are_weights(tensors):
+                    watch.tell("parameters_changed", detail="torch.distributed.all_reduce of the weights")
+                return result
             self._updates.look_at_gradients()
             result = original(*given, **named)
             watch.gradients.remember()

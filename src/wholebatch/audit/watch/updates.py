@@ -249,6 +249,11 @@ class Updates:
             or sum(watched[index].numel() for index in seen.parameters) in sizes
         )
 
+    def are_weights(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of these tensors is the first watched parameter itself: its replicas are averaged."""
+        first = self.watch.gradients.parameters[:1]
+        return any(t.data_ptr() == p.data_ptr() for p in first for t in tensors)
+
     @quietly
     def read(self, parameters: Sequence[Tensor]) -> PendingSketches | None:
         """Sketches of what ``.grad`` of these parameters holds now; None where that failed."""

@@ -49,6 +49,15 @@ def test_scores_whose_diagonal_was_filled_are_square() -> None:
     assert read(F.cross_entropy(scores, torch.arange(SAMPLES)))[0].square
 
 
+def test_similarities_of_all_pairs_are_square() -> None:
+    p = Problem()
+    one, other = p.outputs(), p.outputs(2)
+    similar = F.cosine_similarity(one.unsqueeze(1), other.unsqueeze(0), dim=-1)
+    assert read(F.cross_entropy(similar / 0.1, torch.arange(SAMPLES)))[0].square
+    paired = F.cosine_similarity(p.outputs(), p.outputs(2), dim=-1)
+    assert not read((1 - paired).mean())[0].square
+
+
 def test_a_quotient_of_two_sums_is_told_from_a_weight() -> None:
     p = Problem()
     scores = p.outputs().sigmoid()

@@ -57,6 +57,8 @@ def is_square(edge: Edge) -> bool:
             if _is_batch_against_itself(queue[position]):
                 return True
             continue
+        if name == "Mul" and _is_each_with_each(node):
+            return True
         if (
             position > 0
             and name not in _BETWEEN_SCORES
@@ -68,6 +70,25 @@ def is_square(edge: Edge) -> bool:
                 seen.add(child[0])
                 queue.append(child)
     return False
+
+
+def _is_each_with_each(node: Any) -> bool:
+    """Whether a product is of [n, 1, d] and [1, n, d], both from the model: similarities of all pairs."""
+    sides = edges_below(node)
+    if len(sides) != 2:
+        return False
+    one, other = (_before_expanding(side) for side in sides)
+    if len(one) < 3 or len(one) != len(other):
+        return False
+    pairs = {(a == 1, b == 1) for a, b in zip(one[:-1], other[:-1], strict=True) if a != b}
+    return {(True, False), (False, True)} <= pairs
+
+
+def _before_expanding(edge: Edge) -> tuple[int, ...]:
+    """Shape of a side before it was expanded; divisions by its norm and the like left aside."""
+    while base_name(edge[0]) in ("Expand", "Div") and edges_below(edge[0]):
+        edge = edges_below(edge[0])[0]
+    return shape_at(edge)
 
 
 def _is_batch_against_itself(edge: Edge) -> bool:

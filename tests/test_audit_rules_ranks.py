@@ -17,7 +17,7 @@ from audit_traces import backward, clear, clip, event, reduce, step, traces
 from wholebatch.audit.gather import leave, read
 from wholebatch.audit.judge.evidence import Finding, Judgement
 from wholebatch.audit.judge.verdict import judge
-from wholebatch.audit.trace import Event, Forward, Intent
+from wholebatch.audit.trace import Event, Forward, Intent, RankTrace
 from wholebatch.audit.watching import Watching
 
 ONE = [backward(items=4, weight=1 / 4), reduce(), step(), clear()]
@@ -51,6 +51,29 @@ def test_a_backward_that_waits_for_ever_counts(num_begun):
     kinds = [finding.kind for finding in judgement.findings if finding.severity == "wrong"]
     assert kinds == ["unequal_micro_batch_counts"] * num_begun
     assert "rank 0 waited in a collective that others never came to" in judgement.unjudged
+
+
+def begun(trace: RankTrace, **fields: object) -> RankTrace:
+    """Begun with a micro-batch whose backward never ended."""
+    return replace(trace, events=(*trace.events, Event(kind="forward", forward=Forward(**fields))))
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_ranks_that_wait_at_different_places_of_an_update_have_unequal_numbers(other):
+    one, two = traces(ONE * 2, ONE * 2, ended="stalled")
+    ranks = [begun(one, module="Model", holds_reduction=True)]
+    ranks += [begun(two, module="Model", holds_reduction=other)]
+    kinds = [finding.kind for finding in judge(ranks).findings if finding.severity == "wrong"]
+    assert kinds == ([] if other else ["unequal_micro_batch_counts"])
+
+
+@pytest.mark.parametrize(("failure", "dry"), [("StopIteration:", True), ("ValueError: bad file", False)])
+def test_a_rank_that_has_no_more_data_has_fewer_micro_batches(failure, dry):
+    one, two = traces(ONE * 2, ONE * 2, ended="failed")
+    waits = begun(replace(one, failure="RuntimeError: Connection closed by peer"), module="Model")
+    judgement = judge([waits, replace(two, failure=failure)])
+    kinds = [finding.kind for finding in judgement.findings if finding.severity == "wrong"]
+    assert kinds == (["unequal_micro_batch_counts"] if dry else [])
 
 
 def test_a_total_that_clipping_before_the_reduction_makes_is_its_consequence():

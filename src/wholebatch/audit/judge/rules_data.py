@@ -210,12 +210,15 @@ def _comes_out_wrong(window: Window) -> bool:
 
 def _stalled(evidence: Evidence, optimizer: int) -> Finding | None:
     """Return the finding where a rank ended while another waited for it."""
-    ends = {trace.rank: trace.ended for trace in evidence.traces}
+    ends = {trace.rank: "dry" if _ran_dry(trace) else trace.ended for trace in evidence.traces}
     numbers = [_begun(trace) for trace in evidence.traces]
     waits = [r for r, end in ends.items() if end == "stalled"]
     failed = [r for r, end in ends.items() if end == "failed"]
-    through = [r for r, end in ends.items() if end in ("finished", "exit", "audited")]
-    if len(set(numbers)) == 1 or optimizer or not (waits or (failed and through)):
+    through = [r for r, end in ends.items() if end in ("finished", "exit", "audited", "dry")]
+    if optimizer or not (waits or (failed and through)):
+        return None
+    apart = len(waits) == len(ends) and {_waits_held_back(t) for t in evidence.traces} == {True, False}
+    if len(set(numbers)) == 1 and not apart:
         return None
     rank = (waits or failed)[0]
     last = [e.place for e in trace_of(evidence, rank).events if e.place is not None]
@@ -224,17 +227,30 @@ def _stalled(evidence: Evidence, optimizer: int) -> Finding | None:
         evidence,
         "unequal_micro_batch_counts",
         windows,
-        f"Ranks had {_listed(numbers)} micro-batches in all: rank {rank} waited for a reduction that the "
-        f"other "
-        f"never came to.",
+        "Ranks wait for each other in backward, some of them in the last micro-batch of an update and "
+        "others not."
+        if len(set(numbers)) == 1
+        else f"Ranks had {_listed(numbers)} micro-batches in all: rank {rank} waited for a reduction that "
+        f"the other never came to.",
         place=last[-1] if last else None,
     )
+
+
+def _ran_dry(trace: RankTrace) -> bool:
+    """Return whether a rank had no more data where it asked for some."""
+    return trace.ended == "failed" and (trace.failure or "").startswith("StopIteration")
+
+
+def _waits_held_back(trace: RankTrace) -> bool | None:
+    """Return whether the micro-batch that a rank waits in holds its reduction back; None between two."""
+    events = [event for event in trace.events if event.kind in ("forward", "backward")]
+    return events[-1].forward.holds_reduction if events and events[-1].forward else None
 
 
 def _begun(trace: RankTrace) -> int:
     """Return the micro-batches that a rank began: a backward that waits for ever has no event."""
     kinds = [event.kind for event in trace.events if event.kind in ("forward", "backward")]
-    waits = trace.ended in ("stalled", "failed") and kinds[-1:] == ["forward"]
+    waits = trace.ended in ("stalled", "failed") and not _ran_dry(trace) and kinds[-1:] == ["forward"]
     return kinds.count("backward") + waits
 
 

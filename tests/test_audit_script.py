@@ -256,3 +256,42 @@ def test_only_a_wait_for_others_counts_as_a_stall(monkeypatch):
     assert over.wait(5.0)
     assert waiting.stalls == 1
     stuck.end()
+
+
+SPAWNING = """
+import os, sys
+import torch, torch.distributed as dist, torch.nn.functional as F
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+def train(rank, store):
+    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+    model = DistributedDataParallel(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for update in range(3):
+        size = 2 + 2 * rank
+        F.cross_entropy(model(torch.randn(size, 3)), torch.zeros(size, dtype=torch.long)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(train, args=(os.path.abspath("store"),), nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_the_script_starts_itself_are_judged_together(script):
+    name = script(SPAWNING)
+    command = [sys.executable, "-m", "wholebatch", "audit", "--json", "seen.json", name]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 1, done.stderr
+    document = json.loads(Path("seen.json").read_text())
+    assert (document["ranks"], document["replicas"]) == (2, 2)
+    finding = document["findings"][0]
+    assert (finding["kind"], finding["across"]) == ("unequal_item_weights", "replicas")
+    assert finding["file"] == "train.py"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from wholebatch.audit.children import Children
 from wholebatch.audit.gather import clear, collect, leave, shared_folder
 from wholebatch.audit.judge.evidence import Judgement
 from wholebatch.audit.judge.verdict import judge
@@ -90,15 +91,15 @@ def audit_script(
             if expect_micro_batches is not None
             else "--expect-global-batch",
         )
-    ranks = _Ranks(folder, tell)
-    watching = Watching(
-        audited=ranks.audited,
-        updates=updates,
-        skip_updates=skip_updates,
-        flags=flags,
-        replay=replay,
-        own_package=script.partition(".")[0] if module else None,
-    )
+    options: dict[str, Any] = {
+        "updates": updates,
+        "skip_updates": skip_updates,
+        "flags": flags,
+        "replay": replay,
+        "own_package": script.partition(".")[0] if module else None,
+    }
+    ranks = _Ranks(folder, tell, Children(options, stall_s))
+    watching = Watching(audited=ranks.audited, **options)
     ranks.look_for_stalls(watching, stall_s)
     failure, exit_code, ended = _run(script, arguments, module)
     trace = watching.end(ended, None if failure is None else told(failure))
@@ -111,9 +112,11 @@ class _Ranks:
     Args:
         folder: of the user's, through which they meet.
         tell: called with the judgement, on the first rank.
+        children: that the script itself starts.
     """
 
-    def __init__(self, folder: Path | None, tell: Callable[[Judgement], None]) -> None:
+    def __init__(self, folder: Path | None, tell: Callable[[Judgement], None], children: Children) -> None:
+        self._children = children
         self._rank = int(os.environ.get("RANK", "0"))
         self._num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self._folder = shared_folder(folder) if self._num_ranks > 1 else None
@@ -154,8 +157,10 @@ class _Ranks:
         return self._judgement
 
     def _traces(self, trace: RankTrace) -> list[RankTrace]:
+        started = self._children.traces()
         if self._folder is None:
-            return [trace]
+            trained = any(event.kind == "step" for event in trace.events)
+            return [trace] if trained or not started else started
         traces = collect(self._folder, self._num_ranks, _WAIT_S)
         clear(self._folder)
         return [traces[rank] for rank in sorted(traces)]

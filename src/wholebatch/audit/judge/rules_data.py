@@ -242,9 +242,10 @@ def _ran_dry(trace: RankTrace) -> bool:
 
 
 def _waits_held_back(trace: RankTrace) -> bool | None:
-    """Return whether the micro-batch that a rank waits in holds its reduction back; None between two."""
-    events = [event for event in trace.events if event.kind in ("forward", "backward")]
-    return events[-1].forward.holds_reduction if events and events[-1].forward else None
+    """Return whether the last micro-batch of an open update held its reduction back; None without one."""
+    events = [event for event in trace.events if event.kind in ("forward", "backward", "step", "skip")]
+    last = (events[-1].forward or events[-1].backward) if events else None
+    return None if last is None else last.holds_reduction
 
 
 def _begun(trace: RankTrace) -> int:

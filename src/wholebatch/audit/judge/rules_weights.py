@@ -38,7 +38,9 @@ def unequal_item_weights(evidence: Evidence) -> Iterable[Finding]:
         if not seen:
             yield from _divided_by_another(evidence, optimizer)
             continue
-        window, term, across, ratio = max(seen, key=lambda entry: entry[3])
+        # the first of those that show it best
+        best = max(entry[3] for entry in seen)
+        window, term, across, ratio = next(entry for entry in seen if entry[3] >= 0.99 * best)
         windows = list({w.index: w for w, *_ in seen}.values())
         yield finding(
             evidence,
@@ -56,7 +58,7 @@ def _spread(window: Window, term: TermWeights) -> Iterator[tuple[Across, float]]
     weights = {
         key: (low, high) for key, (n, low, high) in term.by_micro_batch.items() if n and high > NO_WEIGHT
     }
-    if not weights:
+    if not weights or _is_mixture(window, term, limit):
         return
     yield from _cut_inside(window, term)
     inside = max(high / max(low, NO_WEIGHT) for low, high in weights.values())
@@ -79,6 +81,14 @@ def _spread(window: Window, term: TermWeights) -> Iterator[tuple[Across, float]]
         yield "replicas", ratio
 
 
+def _is_mixture(window: Window, term: TermWeights, limit: float) -> bool:
+    """Whether terms over the same items weigh alike together, as the two of mixup do: lam and 1 - lam."""
+    units = {key: n for key, (n, _, _) in term.by_micro_batch.items()}
+    same = [t for t in window.terms if {key: n for key, (n, _, _) in t.by_micro_batch.items()} == units]
+    sums = [sum(sum(t.by_micro_batch[key][1:]) for t in same) for key, n in units.items() if n]
+    return len(same) > 1 and bool(sums) and min(sums) > 0 and max(sums) <= limit * min(sums)
+
+
 def _cut_inside(window: Window, term: TermWeights) -> Iterator[tuple[Across, float]]:
     """Yield the spread of items behind means that were taken first and aren't those of sequences.
 
@@ -93,8 +103,9 @@ def _cut_inside(window: Window, term: TermWeights) -> Iterator[tuple[Across, flo
             spread = item.highest / item.lowest if item.lowest > 0 else 1.0
             if seen.key != term.key or group.unit != "group" or spread <= 1 + 2 * tolerance(window):
                 continue
-            num_samples = sum(len(forward.samples) for forward in m.forwards)
-            if num_samples == group.num_units:
+            # a model in several modules gets its samples several times
+            numbers = [len(forward.samples) for forward in m.forwards]
+            if group.num_units in (sum(numbers), *numbers):
                 continue
             if group.num_units == m.backward.num_forwards > 1:
                 yield "micro_batches", spread
@@ -174,7 +185,9 @@ def _divided_by_another(evidence: Evidence, optimizer: int) -> Iterable[Finding]
             continue
         totals = [term.total for _, term, _ in pairs]
         by_main = [term.total / term.num_units * main.num_units for _, term, main in pairs if main]
-        if _varies(totals, 1e-2) and not _varies(by_main, 2e-3):
+        # with the same number of main items in every update any fixed divisor would look like it
+        told_apart = _varies([main.num_units for *_, main in pairs if main], 1e-2)
+        if told_apart and _varies(totals, 1e-2) and not _varies(by_main, 2e-3):
             window, term, main = pairs[0]
             assert main is not None
             # what is scored everywhere is divided by what is found, by right, in detection

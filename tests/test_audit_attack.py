@@ -138,6 +138,24 @@ def test_a_teacher_of_a_part_of_the_model_is_an_average(inside: bool) -> None:
     assert ("average" in kinds(watched(loop))) == inside
 
 
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_further_loss_that_is_not_divided_beside_one_that_is(divided: bool) -> None:
+    def loop() -> None:
+        body, head, other = nn.Linear(8, 6), nn.Linear(6, 3), nn.Linear(6, 1)
+        optimizer = torch.optim.SGD([*body.parameters(), *head.parameters(), *other.parameters()], lr=0.1)
+        for number in range(8):
+            hidden = body(torch.randn(4, 8)).relu()
+            main = F.cross_entropy(head(hidden), torch.randint(0, 3, (4,))) / 4
+            further = 0.5 * F.mse_loss(other(hidden), torch.randn(4, 1))
+            (main + (further / 4 if divided else further)).backward()
+            if number % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    found = [f for f in judge([watched(loop)]).findings if f.severity == "wrong"]
+    assert [(f.kind, f.factor) for f in found] == ([] if divided else [("total_weight", 4.0)])
+
+
 def test_a_gradient_of_few_rows_keeps_its_directions() -> None:
     sketcher = Sketcher()
     some = torch.stack(

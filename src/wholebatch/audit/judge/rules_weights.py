@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from wholebatch.audit.judge.evidence import Evidence, Finding, MicroBatch, TermWeights, Window
@@ -18,6 +19,7 @@ from wholebatch.audit.judge.reading import (
     own,
     place_of,
     plural,
+    seen_micro_batches,
     tolerance,
     updates_text,
 )
@@ -220,6 +222,7 @@ def total_weight(evidence: Evidence) -> Iterable[Finding]:
     for optimizer in optimizers_of(evidence):
         wrong = [entry for entry in judged_totals(evidence, optimizer) if not entry.is_right]
         if not wrong:
+            yield from _undivided_beside_divided(evidence, optimizer)
             continue
         full = [entry for entry in wrong if not entry.is_odd] or wrong
         grave = [entry for entry in full if entry.is_wrong] or full
@@ -234,6 +237,43 @@ def total_weight(evidence: Evidence) -> Iterable[Finding]:
             factor=first.factor,
             place=first.window.terms[0].site if first.window.terms else None,
         )
+
+
+def _undivided_beside_divided(evidence: Evidence, optimizer: int) -> Iterable[Finding]:
+    """A further loss that is not divided by the micro-batches, where the main one is."""
+    applied = [w for w in applied_windows(evidence, optimizer) if seen_micro_batches(w) > 1]
+    for key in dict.fromkeys(term.key for w in applied for term in w.terms):
+        windows = [w for w in applied if _is_undivided(w, key)]
+        if windows and len(windows) == len(applied):
+            first = windows[0]
+            size = seen_micro_batches(first)
+            yield finding(
+                evidence,
+                "total_weight",
+                windows,
+                f"{updates_text([first])}, the further loss {key} is not divided by {size} micro-batches, "
+                f"as the main one is: it weighs {size} times what is written.",
+                factor=float(size),
+                place=next(term.site for term in first.terms if term.key == key),
+            )
+
+
+def _is_undivided(window: Window, key: str) -> bool:
+    main = _main(window)
+    term = next((t for t in window.terms if t.key == key), None)
+    size = float(seen_micro_batches(window))
+    if main is None or term is None or term is main or term.site != main.site:
+        return False
+    for m in [m for rank in window.micro_batches for m in own(window, rank)]:
+        read = {t.key: t for t in m.backward.terms}
+        if key not in read or main.key not in read:
+            return False
+        if size in read[key].divided or size not in read[main.key].divided:
+            return False
+        factors = [factor for factor in read[key].multiplied if factor != m.backward.loss_scale]
+        if abs(abs(term.total) - size * abs(math.prod(factors))) > tolerance(window) * abs(term.total):
+            return False
+    return True
 
 
 def uncounted_items(evidence: Evidence) -> Iterable[Finding]:

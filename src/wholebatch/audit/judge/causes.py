@@ -12,7 +12,8 @@ GRAVITY = {"wrong": 0, "cost": 1, "note": 2}
 _CLEARS = ("clear_ignored", "clear_inside_window")
 _STEPS = ("step_inside_window", "never_cleared")
 _REDUCTIONS = ("not_reduced", "reduced_wrong_micro_batch")
-_CHANGES = ("scale_changed_inside_window", "clip_inside_window", "clip_before_unscale")
+# not clip_inside_window: weights are worked out without clips
+_CHANGES = ("scale_changed_inside_window", "clip_before_unscale")
 
 # for each kind those that explain it, the likeliest cause first
 CAUSES: Mapping[str, tuple[str, ...]] = {

@@ -155,6 +155,7 @@ class Finding:
         update: index of the first update that shows it.
         optimizer: index of the optimizer.
         factor: for kinds that have one, 1 when right.
+        ratio: for ``unequal_item_weights``: how many times the lightest item the heaviest counts.
         across: for ``unequal_item_weights``: ``"items"``, ``"micro_batches"`` or ``"replicas"``.
         message: what was seen, with numbers, in one or two sentences.
         effect: what it does to training.
@@ -170,6 +171,7 @@ class Finding:
     update: int | None = None
     optimizer: int | None = None
     factor: float | None = None
+    ratio: float | None = None
     across: Literal["items", "micro_batches", "replicas"] | None = None
     effect: str = ""
     mend: str = ""

@@ -7,7 +7,7 @@ sketches of all parameters, with as few different kappas as explain it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -177,7 +177,29 @@ def measure(
         return Measured(kappas={}, ranks_agree=agree, reason="gradients are not finite")
     if not found:
         return Measured(kappas={}, ranks_agree=agree, reason="no backward was seen to bring gradients")
-    return _explain(fitting, found, lowest, num_equations, agree)
+    return _before_clips(_explain(fitting, found, lowest, num_equations, agree), windows, optimizer)
+
+
+def _before_clips(measured: Measured, windows: Mapping[int, RankWindow], optimizer: int) -> Measured:
+    """The same without what clips between backwards multiplied by: these are named by themselves."""
+    kappas = dict(measured.kappas)
+    for rank, window in windows.items():
+        last = max((waiting.position for waiting in window.own), default=-1)
+        for position, event in window.events:
+            if event.kind != "clip" or "norm" not in event.detail or not _touches(event, optimizer):
+                continue
+            if position > last or not event.before or not event.after:
+                continue
+            factor = ratio(event.before, event.after, sorted(event.before))
+            if factor is None or factor <= 0.0:
+                continue
+            for waiting in window.own:
+                if waiting.position < position and kappas.get((rank, waiting.position)):
+                    kappas[rank, waiting.position] /= factor
+    own = [kappas.get((rank, w.position)) for rank, window in windows.items() for w in window.own]
+    known = [kappa for kappa in own if kappa is not None]
+    same = kappas != measured.kappas and len(known) == len(own) and np.allclose(known, known[0], rtol=2e-3)
+    return replace(measured, kappas=kappas, uniform=known[0] if same else measured.uniform)
 
 
 def _is_finite(sketches: Sketches) -> bool:

@@ -158,7 +158,7 @@ def logged_loss_differs(evidence: Evidence) -> Iterable[Finding]:
             (w, matches)
             for w in applied_windows(evidence, optimizer)
             if (logged := _logged_once(evidence, w)) is not None
-            and (matches := _matches(w, logged.value or 0.0)) is not None
+            and (matches := _matches(w, logged.value or 0.0, _half_a_digit(logged))) is not None
         ]
         common = set.intersection(*(set(names) for _, names in readings)) if len(readings) > 1 else set()
         if common and "right" not in common:
@@ -191,7 +191,17 @@ def _logged_once(evidence: Evidence, window: Window) -> Event | None:
     return after[0] if len(after) == 1 and not inside else None
 
 
-def _matches(window: Window, logged: float) -> dict[str, float] | None:
+def _half_a_digit(event: Event) -> float:
+    """Half of the last digit that was written: a number of a log may be off by so much."""
+    written = event.detail.rsplit(" ", 1)[-1].lower()
+    if not written[-1:].isdigit():
+        return 0.0
+    mantissa, _, exponent = written.partition("e")
+    decimals = len(mantissa.partition(".")[2])
+    return 0.5 * 10.0 ** (int(exponent or 0) - decimals)
+
+
+def _matches(window: Window, logged: float, half_a_digit: float) -> dict[str, float] | None:
     """Return the readings that a logged number is, by name; ``"truth"`` is always there.
 
     None where the losses could not be told.
@@ -209,11 +219,17 @@ def _matches(window: Window, logged: float) -> dict[str, float] | None:
         "divided by the micro-batches once more": truth / len(means),
         "a sum over the micro-batches": sum(mean for _, mean, _ in means),
         "a mean of the micro-batches' means": sum(mean for _, mean, _ in means) / len(means),
+        "a mean of the micro-batches' means, divided by the micro-batches once more": sum(
+            mean for _, mean, _ in means
+        )
+        / len(means) ** 2,
     }
     found = {
-        name: value for name, value in readings.items() if abs(logged - value) <= SAME_NUMBER * abs(value)
+        name: value
+        for name, value in readings.items()
+        if abs(logged - value) <= max(SAME_NUMBER * abs(value), half_a_digit)
     }
-    if "right" not in found and abs(logged - truth) <= TOLD_APART * abs(truth):
+    if "right" not in found and abs(logged - truth) <= max(TOLD_APART * abs(truth), 4 * half_a_digit):
         return None  # too near to be told from the right one in the digits of a log
     return {**found, "truth": truth} if found else None
 

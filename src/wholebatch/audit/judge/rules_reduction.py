@@ -138,9 +138,15 @@ def forward_outside_scope(evidence: Evidence) -> Iterable[Finding]:
             windows,
             f"{updates_text([first])}, {plural(len(outside), 'backward')} ran where the reduction is "
             f"held back and "
-            f"reduced all the same: the forward before it ran outside.",
-            place=place_of(outside[0]),
+            f"reduced all the same: their forwards ran outside.",
+            place=_forward_place(evidence, outside[0]) or place_of(outside[0]),
         )
+
+
+def _forward_place(evidence: Evidence, m: MicroBatch) -> Place | None:
+    """The line of the forward before a backward."""
+    events = trace_of(evidence, m.rank).events[: m.position]
+    return next((event.place for event in reversed(events) if event.kind == "forward"), None)
 
 
 def _outside(window: Window) -> list[MicroBatch]:

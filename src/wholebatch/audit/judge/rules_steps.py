@@ -40,6 +40,8 @@ def _fewer_than_said(evidence: Evidence, optimizer: int) -> list[Finding]:
     windows = [w for w in short if not ends_a_pass(evidence, w)]
     if not windows or not shows(short, applied) or _is_tail(evidence, applied, short, meant):
         return []
+    if is_inferred(evidence) and all(_is_divided_twice(w) for w in windows):
+        return []  # said so already, by its total weight
     source = "the loss is divided by" if is_inferred(evidence) else f"{evidence.intent.source} says"
     # one micro-batch each, divided by a whole number: that may be a coefficient
     sure = not is_inferred(evidence) or len({seen_micro_batches(w) for w in applied}) > 1
@@ -60,6 +62,12 @@ def _is_tail(evidence: Evidence, applied: Sequence[Window], short: Sequence[Wind
     """Whether only the last window is short, after whole ones: the rest of the data."""
     last = short == [applied[-1]] and any(seen_micro_batches(w) == meant for w in applied[:-1])
     return last and all(trace.ended != "audited" for trace in evidence.traces)
+
+
+def _is_divided_twice(window: Window) -> bool:
+    """Whether the total is 1/A for the A micro-batches that the window has."""
+    size = seen_micro_batches(window)
+    return size > 1 and is_near(abs(window.total or 0.0), 1 / size, window)
 
 
 def _divided_by(evidence: Evidence, windows: Sequence[Window]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from wholebatch.audit.judge.evidence import Evidence, Finding, MicroBatch, TermWeights, Window
 from wholebatch.audit.judge.losing import losses_of
@@ -44,7 +45,7 @@ def unequal_item_weights(evidence: Evidence) -> Iterable[Finding]:
         best = max(entry[3] for entry in seen)
         window, term, across, ratio = next(entry for entry in seen if entry[3] >= 0.99 * best)
         windows = list({w.index: w for w, *_ in seen}.values())
-        yield finding(
+        found = finding(
             evidence,
             "unequal_item_weights",
             windows,
@@ -52,6 +53,7 @@ def unequal_item_weights(evidence: Evidence) -> Iterable[Finding]:
             place=term.site,
             across=across,
         )
+        yield replace(found, ratio=ratio)
 
 
 def _spread(window: Window, term: TermWeights) -> Iterator[tuple[Across, float]]:

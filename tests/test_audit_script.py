@@ -295,3 +295,45 @@ def test_ranks_that_the_script_starts_itself_are_judged_together(script):
     finding = document["findings"][0]
     assert (finding["kind"], finding["across"]) == ("unequal_item_weights", "replicas")
     assert finding["file"] == "train.py"
+
+
+@pytest.mark.slow
+def test_the_first_rank_waits_for_what_the_others_still_do(script):
+    name = script(
+        RANKS
+        + """
+for update in range(2):
+    size = 2 + 2 * rank
+    F.cross_entropy(model(torch.randn(size, 3)), torch.zeros(size, dtype=torch.long)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+if rank:
+    import time
+    time.sleep(3)
+    open("written", "w").close()
+"""
+    )
+    torchrun(name)
+    assert Path("written").exists()
+
+
+def test_a_script_can_be_ended_with_the_audit(script, capsys):
+    audited = audit_script(script(LOOP + "\nprint('the end')\n"), [], updates=1, stop=True)
+    assert (audited.failure, audited.exit_code) == (None, 0)
+    assert capsys.readouterr().out == ""
+    assert len(audited.judgement.evidence.windows) == 1
+
+
+def test_what_went_wrong_in_telling_is_raised_when_the_script_is_over(script, capsys):
+    def tell(_: Any) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        audit_script(script(LOOP + "\nprint('the end')\n"), [], updates=1, tell=tell)
+    assert capsys.readouterr().out == "the end\n"
+
+
+def test_a_module_that_is_not_there_is_refused():
+    with pytest.raises(UsageError, match=r"there is no module nosuch.mod; -m takes a name"):
+        audit_script("nosuch.mod", [], module=True)

@@ -28,6 +28,7 @@ DEFAULTS = {
     "replay": True,
     "folder": None,
     "stall_s": 60.0,
+    "stop": False,
 }
 
 
@@ -39,6 +40,7 @@ class Auditor:
         self.says: Any = judgement()
         self.prints = ""
         self.failure: BaseException | None = None
+        self.exit_code = 0
 
     def audit_script(self, script: str, arguments: list[str], **options: Any) -> Any:
         tell = options.pop("tell")
@@ -46,7 +48,7 @@ class Auditor:
         print(self.prints, end="")
         if self.says is not None:
             tell(self.says)
-        return types.SimpleNamespace(judgement=self.says, failure=self.failure, exit_code=0)
+        return types.SimpleNamespace(judgement=self.says, failure=self.failure, exit_code=self.exit_code)
 
 
 @pytest.fixture
@@ -251,3 +253,21 @@ def test_the_list_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [(None, 0), (RuntimeError("no data"), 3), (SystemExit(7), 7)],
+)
+def test_where_nothing_is_wrong_the_exit_code_is_the_scripts(auditor, failure, code):
+    auditor.failure, auditor.exit_code = (
+        failure,
+        7 if isinstance(failure, SystemExit) else int(bool(failure)),
+    )
+    assert main(["audit", "train.py"]) == code
+
+
+def test_a_json_that_can_not_be_written_is_refused_before_the_script_runs(auditor, capsys: Capture):
+    assert main(["audit", "--json", "absent/found.json", "train.py"]) == 2
+    assert "lies in absent, which is no folder" in capsys.readouterr().err
+    assert auditor.called == []

@@ -405,6 +405,9 @@ def audit(
         float,
         typer.Option(min=0, metavar="S", help="End a job whose ranks wait for others so long; 0 never."),
     ] = 60.0,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="End the script after the updates that are watched.")
+    ] = False,
     list_kinds: Annotated[
         bool, typer.Option("--list", help="Tell what an audit can find, and end.")
     ] = False,
@@ -425,6 +428,7 @@ def audit(
         replay=replay,
         shared_folder=shared_folder,
         stall_seconds=stall_seconds,
+        stop=stop,
         json_target=json_target,
     )
 

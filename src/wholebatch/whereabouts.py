@@ -23,7 +23,8 @@ def told(error: BaseException) -> str:
         ``"KeyError: 'labelz', at problem.py:7, in loss_fn"``; without a place where it went through no
         file of the user's.
     """
-    words = f"{type(error).__name__}: {error}".rstrip()
+    said = str(error).rstrip()
+    words = f"{type(error).__name__}: {said}" if said else type(error).__name__
     if isinstance(error, SystemExit | UserExitError):
         words = f"sys.exit({error.args[0]!r})" if error.args else "sys.exit()"
     place = place_of(error)

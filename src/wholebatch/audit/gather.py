@@ -76,9 +76,28 @@ def collect(folder: Path, num_ranks: int, wait_s: float) -> dict[int, RankTrace]
     return {rank: read(path) for rank, path in wanted.items() if path.exists()}
 
 
+def tell_ended(folder: Path, rank: int) -> None:
+    """Tell the others that this rank's script is over."""
+    (folder / f"ended-{rank}").touch()
+
+
+def wait_until_ended(folder: Path, num_ranks: int, wait_s: float) -> None:
+    """Wait for the scripts of all ranks: a launcher ends them all when one rank ends with an error code.
+
+    Args:
+        folder: that all ranks know.
+        num_ranks: in the job.
+        wait_s: seconds to wait at most.
+    """
+    last = time.monotonic() + wait_s
+    ended = [folder / f"ended-{rank}" for rank in range(num_ranks)]
+    while time.monotonic() < last and not all(path.exists() for path in ended):
+        time.sleep(_POLL_S)
+
+
 def clear(folder: Path) -> None:
     """Remove the folder and what this module put into it."""
-    for path in folder.glob("rank-*.npz"):
+    for path in [*folder.glob("rank-*.npz"), *folder.glob("ended-*")]:
         path.unlink(missing_ok=True)
     try:
         folder.rmdir()

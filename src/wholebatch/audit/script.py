@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import runpy
@@ -15,7 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wholebatch.audit.children import Children
-from wholebatch.audit.gather import clear, collect, leave, shared_folder
+from wholebatch.audit.gather import (
+    clear,
+    collect,
+    leave,
+    shared_folder,
+    tell_ended,
+    wait_until_ended,
+)
 from wholebatch.audit.judge.evidence import Judgement
 from wholebatch.audit.judge.verdict import judge
 from wholebatch.audit.stall import StallWatch
@@ -24,8 +32,10 @@ from wholebatch.audit.watching import Watching
 from wholebatch.errors import JudgeError, UsageError
 from wholebatch.whereabouts import told
 
-# How long the first rank waits for the others' traces once its own loop is over.
-_WAIT_S = 60.0
+# How much longer than for a stall the first rank waits for the others' traces once its own loop is over.
+_WAIT_S = 30.0
+# How long it waits for the others' scripts to end, so that its own exit code does not end them.
+_OTHERS_S = 3600.0
 
 Ended = Literal["finished", "exit", "failed"]
 
@@ -57,6 +67,7 @@ def audit_script(
     replay: bool = True,
     folder: Path | None = None,
     stall_s: float = 60.0,
+    stop: bool = False,
     tell: Callable[[Judgement], None] = lambda _: None,
 ) -> AuditedScript:
     """Run a script to its end, watching its first updates.
@@ -72,14 +83,18 @@ def audit_script(
         replay: run one window again where its weights can't be read.
         folder: through which the ranks of several machines meet.
         stall_s: seconds for which all ranks may wait for each other before the job is ended as stalled.
+        stop: end the script once enough updates were seen.
         tell: called with the judgement as soon as it is reached, on the first rank.
 
     Returns:
         AuditedScript: with the judgement, and how the script ended.
 
     Raises:
-        UsageError: There is no such script.
+        UsageError: There is no such script or module.
+        Exception: What ``tell`` raised, once the script is over.
     """
+    if module:
+        _check_module(script)
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script}; give the script to audit, or -m and a module's name")
     flags = None
@@ -97,13 +112,16 @@ def audit_script(
         "flags": flags,
         "replay": replay,
         "own_package": script.partition(".")[0] if module else None,
+        "stop": stop,
     }
     ranks = _Ranks(folder, tell, Children(options, stall_s))
     watching = Watching(audited=ranks.audited, **options)
     ranks.look_for_stalls(watching, stall_s)
     failure, exit_code, ended = _run(script, arguments, module)
     trace = watching.end(ended, None if failure is None else told(failure))
-    return AuditedScript(judgement=ranks.judged(trace), failure=failure, exit_code=exit_code)
+    judgement = ranks.judged(trace)
+    ranks.end(failed=failure is not None)
+    return AuditedScript(judgement=judgement, failure=failure, exit_code=exit_code)
 
 
 class _Ranks:
@@ -125,9 +143,26 @@ class _Ranks:
         self._left = False
         self._judgement: Judgement | None = None
         self._stalls: StallWatch | None = None
+        self._problem: Exception | None = None
+        self._patience_s = 0.0
+
+    def end(self, *, failed: bool) -> None:
+        """This rank's script is over; the first waits for the others', and raises what telling raised.
+
+        Args:
+            failed: whether it ended by an exception: the others may then wait for this one.
+        """
+        if self._folder is not None:
+            tell_ended(self._folder, self._rank)
+            if not self._rank:
+                wait_until_ended(self._folder, self._num_ranks, 0.0 if failed else _OTHERS_S)
+                clear(self._folder)
+        if self._problem is not None:
+            raise self._problem
 
     def look_for_stalls(self, watching: Watching, patience_s: float) -> None:
         """Let a thread notice when all ranks wait for each other."""
+        self._patience_s = patience_s
         if self._num_ranks > 1:
             progress = lambda: watching.watch.progress  # noqa: E731 - a name would say no more
             self._stalls = StallWatch(progress, patience_s, lambda: self._stalled(watching))
@@ -153,7 +188,10 @@ class _Ranks:
         with self._lock:
             if self._judgement is None:
                 self._judgement = judge(self._traces(trace))
-                self._tell(self._judgement)
+                try:
+                    self._tell(self._judgement)
+                except Exception as problem:  # this may be inside the loop, or a thread: not its affair
+                    self._problem = problem
         return self._judgement
 
     def _traces(self, trace: RankTrace) -> list[RankTrace]:
@@ -161,8 +199,7 @@ class _Ranks:
         if self._folder is None:
             trained = any(event.kind == "step" for event in trace.events)
             return [trace] if trained or not started else started
-        traces = collect(self._folder, self._num_ranks, _WAIT_S)
-        clear(self._folder)
+        traces = collect(self._folder, self._num_ranks, self._patience_s + _WAIT_S)
         return [traces[rank] for rank in sorted(traces)]
 
     def _leave(self, trace: RankTrace) -> None:
@@ -179,6 +216,8 @@ class _Ranks:
         trace = watching.end("stalled", "this rank waited for others that never came")
         judgement = self.judged(trace)
         if self._rank:
+            if self._folder is not None:
+                tell_ended(self._folder, self._rank)
             return
         # nothing can be raised into a call that waits for ever
         sys.stdout.flush()
@@ -206,6 +245,19 @@ def _run(script: str, arguments: Sequence[str], module: bool) -> tuple[BaseExcep
         sys.argv, sys.path[:] = argv, path
         sys.modules["__main__"] = main
     return None, 0, "finished"
+
+
+def _check_module(name: str) -> None:
+    path = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        known = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        known = False
+    finally:
+        sys.path[:] = path
+    if not known:
+        raise UsageError(f"there is no module {name}; -m takes a name as after python -m")
 
 
 def _left(leaving: SystemExit) -> tuple[BaseException | None, int, Ended]:

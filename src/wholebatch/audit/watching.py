@@ -20,6 +20,10 @@ from wholebatch.audit.watch.updates import Updates
 from wholebatch.audit.watch.watcher import Watch
 
 
+class AuditedEnough(SystemExit):
+    """Raised from the last audited step, to end a script that is to go no further."""
+
+
 class Watching:
     """Everything that watches one process, from its making until ``end``.
 
@@ -29,6 +33,7 @@ class Watching:
         flags: what the user said of the updates.
         replay: whether one window may be captured and run again where weights can't be read.
         own_package: installed package that is audited itself.
+        stop: end the script when enough updates were seen.
         audited: called once with the trace when enough updates were seen, while the loop goes on.
     """
 
@@ -40,10 +45,11 @@ class Watching:
         flags: Intent | None = None,
         replay: bool = True,
         own_package: str | None = None,
+        stop: bool = False,
         audited: Callable[[RankTrace], None] = lambda _: None,
     ) -> None:
         self._trace: RankTrace | None = None
-        self._told = audited
+        self._told, self._stop = audited, stop
         self._lock = threading.RLock()
         self.watch = Watch(skip_updates=skip_updates, flags=flags, own_package=own_package)
         self._replays = Replays(self.watch, replay)
@@ -76,6 +82,8 @@ class Watching:
 
     def _enough(self) -> None:
         self._told(self.end("audited"))
+        if self._stop:
+            raise AuditedEnough(0)
 
     def _remove(self) -> None:
         self._calls.remove()

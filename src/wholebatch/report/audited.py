@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.padding import Padding
@@ -23,6 +24,9 @@ from wholebatch.audit.report import STYLES, page_of, render_report, report_text
 from wholebatch.audit.schema import SCHEMA_VERSION, judgement_document
 from wholebatch.errors import UsageError
 from wholebatch.report.output import STDOUT, text_stream, write_json
+
+if TYPE_CHECKING:
+    from wholebatch.audit.script import AuditedScript
 
 CLEAN, WRONG, NOT_JUDGED = 0, 1, 3
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -39,6 +43,7 @@ def audit_command(
     replay: bool = True,
     shared_folder: Path | None = None,
     stall_seconds: float = 60.0,
+    stop: bool = False,
     json_target: str | None = None,
 ) -> int:
     """Audit a script and tell the result, on the first rank.
@@ -51,6 +56,7 @@ def audit_command(
         expect_global_batch_samples: samples of one update over all replicas that are meant.
         replay: whether a window whose loss can't be read is run again.
         shared_folder: seen by all ranks; ``None`` for one of this machine.
+        stop: whether the script ends after the updates that are watched.
         stall_seconds: for which all ranks may wait for each other before the job is ended; 0 for ever.
         json_target: file for the JSON, ``"-"`` for stdout, or ``None``.
 
@@ -64,6 +70,7 @@ def audit_command(
         raise UsageError("say which script to audit: wholebatch audit [OPTIONS] SCRIPT [ARGS]")
     script, *arguments = words
     _check_script(script, module=module)
+    _check_target(json_target)
     from wholebatch.audit.script import audit_script
 
     command = [*(["-m"] if module else []), *words]
@@ -86,6 +93,7 @@ def audit_command(
             replay=replay,
             folder=shared_folder,
             stall_s=stall_seconds,
+            stop=stop,
             # as soon as it is known, while the script goes on; stdout is the JSON's only when that is over
             tell=tell if json_target != STDOUT else told.append,
         )
@@ -98,7 +106,24 @@ def audit_command(
         tell(audited.judgement)
     if isinstance(audited.failure, KeyboardInterrupt):
         raise audited.failure
-    return exit_code_of(audited.judgement)
+    return exit_code_of(audited.judgement) or _own_exit_code(audited)
+
+
+def _own_exit_code(audited: AuditedScript) -> int:
+    """Where nothing is wrong: the script's own code, 3 where it failed."""
+    if audited.failure is None:
+        return CLEAN
+    return audited.exit_code if isinstance(audited.failure, SystemExit) else NOT_JUDGED
+
+
+def _check_target(json_target: str | None) -> None:
+    """Refuse a file that can't be written before the script runs, not when its result is lost."""
+    if json_target in (None, STDOUT):
+        return
+    target = Path(str(json_target))
+    if target.is_dir() or not target.parent.is_dir():
+        what = "is a folder" if target.is_dir() else f"lies in {target.parent}, which is no folder"
+        raise UsageError(f"--json {json_target} {what}; name a file in a folder that is there")
 
 
 def _tell_failure(failure: BaseException) -> None:
@@ -203,10 +228,7 @@ def list_command(*, json_target: str | None = None) -> int:
     for kind in KINDS.values():
         style = STYLES[kind.severity]
         console.print(Text.assemble((f"{kind.name:<33}", "bold"), (kind.severity, style)))
-        if console.is_terminal:
-            console.print(Padding(Text(kind.summary), (0, 0, 0, 2)))
-        else:  # unbroken, so that a search finds whole lines
-            console.print(Text(f"  {kind.summary}"), soft_wrap=True)
+        console.print(Padding(Text(kind.summary), (0, 0, 0, 2), expand=False))
     kinds = [
         {"kind": kind.name, "severity": kind.severity, "summary": kind.summary, "page": page_of(kind.name)}
         for kind in KINDS.values()

@@ -53,7 +53,7 @@ def audit_loop(
             if expect_micro_batches is not None
             else "expect_global_batch_samples",
         )
-    watching = Watching(updates=updates, skip_updates=skip_updates, flags=flags, replay=replay)
+    watching = Watching(updates=updates, skip_updates=skip_updates, flags=flags, replay=replay, search=True)
     try:
         train()
     except BaseException as error:

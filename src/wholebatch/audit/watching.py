@@ -33,6 +33,7 @@ class Watching:
         flags: what the user said of the updates.
         replay: whether one window may be captured and run again where weights can't be read.
         own_package: installed package that is audited itself.
+        search: whether optimizers may have been made already; those made later are seen in any case.
         stop: end the script when enough updates were seen.
         audited: called once with the trace when enough updates were seen, while the loop goes on.
     """
@@ -45,6 +46,7 @@ class Watching:
         flags: Intent | None = None,
         replay: bool = True,
         own_package: str | None = None,
+        search: bool = False,
         stop: bool = False,
         audited: Callable[[RankTrace], None] = lambda _: None,
     ) -> None:
@@ -61,7 +63,7 @@ class Watching:
         self._averages = AveragesBetween(self.watch.gradients)
         self._updates.between = [parameters, self._averages]
         self._updates.after_update = [parameters.forget, self._averages.forget, self._averages.search]
-        for optimizer in _alive(torch.optim.Optimizer):
+        for optimizer in _alive(torch.optim.Optimizer) if search else ():
             self.watch.optimizer_made(optimizer)
 
     def end(self, ended: Any = "finished", failure: str | None = None) -> RankTrace:

@@ -75,6 +75,8 @@ class Watched:
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
+            # torch leaves the mark of a hook that is both always called and told the named arguments
+            torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():

@@ -111,6 +111,7 @@ def test_a_script_that_is_not_there_is_refused():
         audit_script("absent.py", [])
 
 
+@pytest.mark.slow
 def test_the_script_computes_what_it_computes_alone(script):
     name = script(LOOP + "\nprint([p.tolist() for p in model.parameters()])\n")
     alone = subprocess.run([sys.executable, name], capture_output=True, text=True, check=True).stdout

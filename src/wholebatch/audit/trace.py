@@ -180,7 +180,6 @@ class Backward:
         terms: what the loss is made of; empty where it could not be read, and ``unread`` says why.
         unread: why the terms could not be read; None where they could.
         delivered: sketches of what this backward alone delivers to each parameter, before any reduction.
-        held: sketches of ``.grad`` when it ended, where they were taken; None where they were not.
         num_collectives: collectives that the default process group issued meanwhile.
         holds_reduction: as a wrapper was told while backward ran; None without a wrapper.
         loss_scale: that the loss was multiplied by through a GradScaler; 1.0 without.
@@ -199,7 +198,6 @@ class Backward:
     terms: tuple[Term, ...]
     unread: str | None = None
     delivered: Sketches = field(default_factory=dict)
-    held: Sketches | None = None
     num_collectives: int = 0
     holds_reduction: bool | None = None
     loss_scale: float = 1.0
@@ -219,7 +217,7 @@ class Event:
         kind: what.
         place: the innermost line of the user's own code that led to it; None where there is none.
         through: the library that did it for the user: ``"accelerate"``, ``"transformers"``,
-            ``"lightning"``, ``"deepspeed"``, ``"composer"``, ``"trl"`` or ``""``.
+            ``"lightning"``, ``"fabric"``, ``"deepspeed"``, ``"composer"``, ``"trl"`` or ``""``.
         optimizers: indices of the optimizers concerned; empty where it concerns none or all.
         forward, backward: for those kinds.
         before, after: sketches of ``.grad`` around a clip or an unscale, around a change by hand; of a step
@@ -281,8 +279,7 @@ class Replayed:
         difference: relative distance of what it read from that multiple of the big batch's gradient.
         rounding: the distance that rounding explains.
         split_difference: relative distance of what it read from the sum over the replayed micro-batches,
-            each as the
-            loop had it: large where the replay itself did not come out.
+            each as the loop had it: large where the replay itself did not come out.
         dtype: that it ran in.
         unable: why there was no replay; None where there was.
         compared: ``"read"``: factor and difference are of what the optimizer read; ``"split"``: of the
@@ -345,7 +342,6 @@ class RankTrace:
         failure: what ended it, in words; None where nothing failed.
         unseen: what this watch could not see, in words, one entry each: an engine whose gradients it can't
             reach, ...
-        compiled: whether some of the model runs under torch.compile.
         sharded: for each watched parameter, whether this rank's readings of ``.grad`` are of its shard
             only: those of all ranks add up to the whole. Empty where none is.
     """
@@ -364,5 +360,4 @@ class RankTrace:
     ended: Literal["finished", "audited", "exit", "failed", "stalled"] = "finished"
     failure: str | None = None
     unseen: tuple[str, ...] = ()
-    compiled: bool = False
     sharded: tuple[bool, ...] = ()

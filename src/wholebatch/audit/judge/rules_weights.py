@@ -148,9 +148,7 @@ def _group_weights(window: Window, term: TermWeights) -> dict[tuple[int, int], f
 
 
 def _unequal_text(term: TermWeights, across: Across, ratio: float) -> str:
-    entries = {
-        key: entry for key, entry in term.by_micro_batch.items() if entry[0] and entry[2] > NO_WEIGHT
-    }
+    entries = _entries(term)
     most = max(entries, key=lambda key: entries[key][2])
     least = min(entries, key=lambda key: entries[key][1])
     times = number(ratio)

@@ -180,7 +180,7 @@ _NOTHING = _Samples(None, (), None)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts, and in objects that are made of such.
+    """The tensors in nested lists, tuples and dicts, a model's output that is a dict among them.
 
     Exactness: the same tensors, not copies; exact.
     """
@@ -210,11 +210,6 @@ def _noisy_parts(module: nn.Module) -> tuple[int, int]:
 
 def _wrapper_of(module: nn.Module) -> str:
     for kind in type(module).__mro__:
-        if kind.__name__ in (
-            "DistributedDataParallel",
-            "FullyShardedDataParallel",
-            "DeepSpeedEngine",
-            "FSDPModule",
-        ):
+        if kind.__name__ in _WRAPPERS:
             return kind.__name__
     return ""

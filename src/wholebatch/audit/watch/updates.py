@@ -118,7 +118,7 @@ class Updates:
                 num_parameters=len(needing),
                 num_without_gradient=len(needing) if all_zero(settled) else without,
                 gradient_norm=None if norm is None else float(norm),
-                gradient_dtype=dtypes[0].removeprefix("torch.") if dtypes else "float32",
+                gradient_dtype=dtypes[0] if dtypes else "float32",
                 **where,
             )
 

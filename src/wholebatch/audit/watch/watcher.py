@@ -78,7 +78,6 @@ class Watch:
         self._intents: tuple[Intent, ...] | None = None
         self._place: tuple[int, int] | None = None
         self._ranks: tuple[int, int] | None = None
-        self._compiled = False
         self._process = os.getpid()
 
     @property
@@ -211,7 +210,7 @@ class Watch:
 
     @quietly
     def model_seen(self, module: nn.Module) -> None:
-        """Learn the names of its parameters, its engine and whether it is compiled; once for each model."""
+        """Learn the names of its parameters, its wrapper and its engine; once for each model."""
         for name, parameter in module.named_parameters():
             index = self.gradients.index_of(parameter)
             if index is not None:
@@ -222,7 +221,6 @@ class Watch:
         engine = engine_of(module)
         if engine is not None:
             self.engines.append(engine)
-        self._compiled |= any(hasattr(part, "_orig_mod") for part in module.modules())
 
     def holds_reduction(self, modules: Sequence[nn.Module] | None = None) -> bool | None:
         """Whether the wrapper of these modules (of all models) was told not to reduce; None without one."""
@@ -275,7 +273,6 @@ class Watch:
             ended=ended,
             failure=failure,
             unseen=tuple(dict.fromkeys([*self._unseen, *self._unseen_by_engines()])),
-            compiled=self._compiled,
         )
         # a wrapped model kept beyond its process group can abort the process
         self.gradients = Gradients()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from audit_judgements import COST, NOTE, TOTAL, UNEQUAL, judgement
 from audit_traces import event
-from wholebatch.audit.judge.evidence import Judgement
+from wholebatch.audit.judge.evidence import Judgement, Window
 from wholebatch.audit.picture import num_micro_batches, window_picture
 from wholebatch.audit.report import pictured_window, render_report, report_text
 from wholebatch.audit.trace import Intent, Place
@@ -56,10 +57,112 @@ def test_the_first_line_is_the_verdict(told, first):
     assert report_text(told).splitlines()[0] == first
 
 
+@pytest.mark.parametrize("width", [72, 80])
+def test_the_verdict_is_broken_at_the_width(width):
+    lines = report_text(
+        judgement(num_updates=3, findings=[UNEQUAL], verdict="findings"), width
+    ).splitlines()
+    assert max(map(len, lines)) <= width
+    assert " ".join(lines[:2]).startswith(first_sentence(UNEQUAL.message))
+
+
+def nothing_seen(told: Judgement, backwards: bool = True) -> Judgement:
+    """The judgement as it is where no optimizer stepped."""
+    traces = [
+        replace(t, events=tuple(e for e in t.events if backwards and e.kind == "backward"))
+        for t in told.evidence.traces
+    ]
+    evidence = replace(told.evidence, windows=(), traces=traces)
+    return replace(told, evidence=evidence, unjudged=("no update was seen: no optimizer stepped",))
+
+
 def test_nothing_seen_is_not_judged_and_says_why():
-    empty = judgement(verdict="not_judged")
-    empty = replace(empty, evidence=replace(empty.evidence, windows=()))
-    assert report_text(empty).startswith("Not judged: no optimizer took an update while")
+    told = judgement(verdict="not_judged")
+    assert report_text(nothing_seen(told)).splitlines() == [
+        "Not judged: no optimizer stepped while the script was watched; 2 backwards were seen",
+        "watched 0 updates of SGD",
+    ]
+    assert (
+        report_text(nothing_seen(judgement((8,), verdict="not_judged")))
+        .splitlines()[0]
+        .endswith("; 1 backward was seen")
+    )
+    assert (
+        report_text(nothing_seen(told, backwards=False))
+        .splitlines()[0]
+        .endswith("watched, and nothing ran backward")
+    )
+
+
+def test_a_script_that_ends_before_the_first_watched_update_says_so():
+    told = nothing_seen(judgement(verdict="not_judged", num_skipped_updates=1000), backwards=False)
+    assert report_text(told).splitlines() == [
+        "Not judged: the script ended before the 1,000 updates that --skip-updates passes over",
+        "watched 0 updates of SGD",
+    ]
+
+
+def test_a_script_that_failed_before_any_update_begins_with_that():
+    failed = {"ended": "failed", "failure": "ValueError: no data, at train.py:7"}
+    told = nothing_seen(judgement(verdict="not_judged", **failed))
+    assert report_text(told).splitlines() == [
+        "The script failed: ValueError: no data, at train.py:7",
+        "watched 0 updates of SGD",
+        "not judged: no optimizer stepped while the script was watched; 2 backwards were seen",
+    ]
+    failed["failure"] = "ValueError: no data\n  in it\nat train.py:7"
+    lines = report_text(nothing_seen(judgement(verdict="not_judged", **failed))).splitlines()
+    assert lines[0] == "The script failed: ValueError: no data ... at train.py:7"
+    assert lines[2:5] == ["the script failed: ValueError: no data", "  in it", "at train.py:7"]
+
+
+@pytest.mark.parametrize(
+    ("told", "first"),
+    [
+        (
+            judgement(num_updates=3, ended="failed", failure="ValueError: no data"),
+            "The script failed after 3 updates: ValueError: no data; nothing was wrong in these",
+        ),
+        (
+            judgement(ended="failed", failure="KeyboardInterrupt, at train.py:7"),
+            "The script was interrupted after 1 update: KeyboardInterrupt, at train.py:7; "
+            "nothing was wrong in this one",
+        ),
+        (
+            judgement(verdict="findings", findings=[COST], ended="failed", failure="ValueError: no"),
+            "The script failed after 1 update: ValueError: no. These updates are right, at a price. "
+            "Four graphs are alive at the step.",
+        ),
+        (
+            judgement(num_updates=2, verdict="findings", findings=[UNEQUAL], ended="failed", failure="E"),
+            first_sentence(UNEQUAL.message),
+        ),
+        (
+            judgement(verdict="not_judged", unjudged=["no graph"], ended="failed", failure="E"),
+            "Not judged: no graph",
+        ),
+        (
+            judgement(ended="exit", failure="sys.exit(4)"),
+            "Nothing wrong in 1 update: every item counts 1/N, once",
+        ),
+    ],
+)
+def test_a_script_that_failed_later_does_not_read_all_right(told, first):
+    lines = report_text(told, 200).splitlines()
+    assert lines[0] == first
+    how = {"exit": "ended itself"}.get(told.evidence.traces[0].ended, "failed")
+    how = "was interrupted" if "interrupted" in first else how
+    assert f"the script {how}: {told.evidence.traces[0].failure}" in lines
+
+
+def test_a_rank_that_failed_is_named():
+    told = judgement(num_ranks=2)
+    first, second = told.evidence.traces
+    traces = [first, replace(second, ended="stalled", failure="it waited")]
+    told = replace(told, evidence=replace(told.evidence, traces=traces))
+    assert report_text(told).startswith(
+        "Rank 1 stalled after 1 update: it waited; nothing was wrong in this"
+    )
 
 
 def test_the_picture_has_a_row_for_each_micro_batch_and_rank_and_its_events_in_order():
@@ -112,6 +215,97 @@ def test_no_line_of_the_picture_is_longer_than_the_width(width):
     lines = [line.plain for line in window_picture(window, told.evidence, width=width)]
     assert max(map(len, lines[1:])) <= width
     assert any("rank 0: gradients cl" in line for line in lines)
+
+
+def between(window: Window, row: int, **fields: Any) -> Window:
+    """The window with an event right after a micro-batch of its first rank."""
+    added = event(**fields).events[0]
+    position = window.micro_batches[0][row].position
+    events = [(at, e) for at, e in window.events[0] if at <= position]
+    events += [(position, added), *((at, e) for at, e in window.events[0] if at > position)]
+    return replace(window, events={**window.events, 0: tuple(events)})
+
+
+def drawn(window: Window, told: Judgement, width: int = 80) -> list[str]:
+    lines = [line.plain for line in window_picture(window, told.evidence, width=width)]
+    return [re.sub(r"\s+", " ", re.sub("[█▌▐▒]+", "", line)).strip() for line in lines[2:]]
+
+
+def test_words_of_an_event_take_the_columns_that_its_place_leaves():
+    told = judgement()
+    detail = "DataLoader of 1,000 batches of 8 rows"
+    window = between(
+        told.evidence.windows[0],
+        0,
+        kind="pass",
+        value=1.0,
+        detail=detail,
+        place=Place(file="a/b/t.py", line=9),
+    )
+    lines = [line.plain for line in window_picture(window, told.evidence, width=80)]
+    (line,) = [line for line in lines if "pass over" in line]
+    assert line.endswith("pass over the data begins: DataLoader of 1,000 batches ...  t.py:9")
+    assert len(line) == 80
+    window = between(told.evidence.windows[0], 0, kind="pass", value=1.0, detail=detail, place=None)
+    lines = [line.plain for line in window_picture(window, told.evidence, width=80)]
+    assert any(line.endswith("DataLoader of 1,000 batches of 8 rows") for line in lines)
+
+
+def test_what_happens_several_times_in_one_place_says_how_often_before_the_value():
+    told = judgement()
+    window = told.evidence.windows[0]
+    for _ in range(3):
+        window = between(window, 0, kind="clip", value=1.0, place=Place(file="src/train.py", line=30))
+    assert "· gradients clipped 3 times to a norm of 1 src/train.py:30" in drawn(window, told)
+
+
+def test_what_happens_at_each_micro_batch_is_said_once():
+    told = judgement((8, 8, 8, 8))
+    rows = [line for line in drawn(told.evidence.windows[0], told) if "logged" in line or "│" in line]
+    assert rows == [
+        "1 8 1 │ src/train.py:27",
+        "· after each micro-batch: logged 2.5 src/train.py:28",
+        *(f"{i} 8 1 │ src/train.py:27" for i in (2, 3, 4)),
+    ]
+    # where one is unlike the others all are shown
+    window = told.evidence.windows[0]
+    kept = [pair for pair in window.events[0] if pair[0] != window.micro_batches[0][2].position + 1]
+    window = replace(window, events={0: tuple(kept)})
+    assert sum("logged 2.5" in line for line in drawn(window, told)) == 3
+
+
+def test_what_happens_before_each_micro_batch_is_told_from_what_comes_after():
+    told = judgement((8, 8, 8))
+    window = told.evidence.windows[0]
+    events = []
+    for at, e in window.events[0]:
+        if e.kind == "backward":
+            events.append((at - 1, event("average", place=Place(file="t.py", line=5)).events[0]))
+        events.append((at, e))
+    lines = drawn(replace(window, events={0: tuple(events)}), told)
+    assert lines[:4] == [
+        "· gradients cleared: optimizer.zero_grad() src/train.py:20",
+        "· before each micro-batch: average of the weights moved t.py:5",
+        "1 8 1 │ src/train.py:27",
+        "· after each micro-batch: logged 2.5 src/train.py:28",
+    ]
+    assert sum("average" in line for line in lines) == 1
+
+
+def test_events_of_a_window_that_carries_are_beside_its_own_micro_batches():
+    told = judgement((8, 8))
+    window = told.evidence.windows[0]
+    first, second = window.micro_batches[0]
+    carried = replace(first, index=-1, carried=True)
+    window = replace(window, micro_batches={0: (carried, replace(second, index=0))})
+    lines = drawn(window, told)
+    assert [line.split()[0] for line in lines if "│" in line] == ["0", "1"]
+    after = lines[[i for i, line in enumerate(lines) if "│" in line][-1] + 1 :]
+    assert [line for line in after if "·" in line] == [
+        "· logged 2.5 src/train.py:28",
+        "· gradients clipped to a norm of 1 src/train.py:30",
+        "· step src/train.py:31",
+    ]
 
 
 def test_a_long_window_shows_its_ends_the_most_unlike_and_what_is_rare():
@@ -194,7 +388,10 @@ def test_what_was_watched_meant_and_not_seen_is_told():
         failure="RuntimeError: no more data",
         unjudged=["the auxiliary loss"],
     )
-    lines = report_text(told).splitlines()
+    lines = report_text(told, 120).splitlines()
+    assert lines[0] == (
+        "The script failed after 2 updates: RuntimeError: no more data; nothing was wrong in these"
+    )
     assert lines[1:7] == [
         "watched 2 updates of SGD, after 5 that were not watched, on 2 ranks (2 replicas)",
         "meant: 4 micro-batches an update (--expect-micro-batches)",
@@ -213,6 +410,30 @@ def test_several_updates_have_a_line_each():
     lines = [line.split() for line in report_text(told).splitlines()]
     assert ["1", "2", "576", "1", "1"] in lines
     assert ["2", "2", "576", "-", "skipped"] in lines
+
+
+def test_updates_with_findings_have_a_line_however_many_there_are():
+    told = judgement(
+        num_updates=30, verdict="findings", findings=[replace(UNEQUAL, updates=(2, 12, 13, 30))]
+    )
+    table = report_text(told).split("update  micro-batches")[1].split("\n\n")[0].splitlines()[1:]
+    assert [line.split()[0] for line in table] == [*map(str, range(1, 9)), "...", "12", "13", "...", "30"]
+    other = replace(told, findings=(replace(told.findings[0], optimizer=1),))
+    table = report_text(other).split("update  micro-batches")[1].split("\n\n")[0].splitlines()[1:]
+    assert [line.split()[0] for line in table] == [*map(str, range(1, 9)), "..."]
+
+
+def test_a_judgement_and_its_parts_are_short_in_a_notebook():
+    told = judgement(
+        num_updates=3, num_ranks=2, verdict="findings", findings=[UNEQUAL, NOTE], unjudged=["x"]
+    )
+    words = "Judgement(findings: wrong unequal_item_weights, note coupled_samples; 1 not judged)"
+    assert repr(told) == str(told) == words
+    assert repr(judgement()) == "Judgement(clean: no findings)"
+    assert repr(told.evidence) == "Evidence(windows=3, ranks=2, num_replicas=2)"
+    window = told.evidence.windows[0]
+    assert repr(window) == "Window(index=1, optimizer=0, micro_batches=2, num_items=1152, total=1.0)"
+    assert repr(window.micro_batches[1][0]) == "MicroBatch(rank=1, index=0, kappa=1.0, lost='')"
 
 
 def test_colours_are_for_terminals_only():

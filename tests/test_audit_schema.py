@@ -7,9 +7,13 @@ import math
 import re
 from dataclasses import replace
 from importlib.metadata import version
+from typing import Any
+
+import torch
 
 from audit_judgements import TOTAL, UNEQUAL, judgement
 from house import ROOT
+from wholebatch.audit import audit_loop
 from wholebatch.audit.schema import SCHEMA_VERSION, judgement_document
 from wholebatch.audit.trace import Intent
 
@@ -18,6 +22,7 @@ TOP = {
     "wholebatch",
     "command",
     "verdict",
+    "severities",
     "ranks",
     "replicas",
     "intent",
@@ -42,6 +47,7 @@ FINDING = {
     "severity",
     "update",
     "factor",
+    "ratio",
     "message",
     "file",
     "line",
@@ -76,6 +82,7 @@ def test_the_promised_names_are_there():
         "framework": None,
     }
     assert told["unjudged"] == ["x"]
+    assert told["severities"] == {"wrong": 2, "cost": 0, "note": 0}
 
 
 def test_an_update_in_numbers():
@@ -124,6 +131,9 @@ def test_a_finding_in_words_and_numbers():
     assert (first["update"], first["updates"], first["factor"]) == (2, [2, 3, 5], None)
     assert (first["file"], first["line"], first["caused_by"]) == ("src/train.py", 27, None)
     assert first["page"] == "docs/defects/unequal_item_weights.md"
+    assert (first["ratio"], second["ratio"]) == (None, None)
+    ratios = judgement_document(judgement(num_updates=2, findings=[replace(UNEQUAL, ratio=8.25)]))
+    assert ratios["findings"][0]["ratio"] == 8.25
     assert (second["factor"], second["caused_by"]) == (0.25, "unequal_item_weights")
     assert (second["file"], second["line"], second["effect"]) == (None, None, None)
 
@@ -147,6 +157,20 @@ def test_what_never_stepped_is_no_update():
     assert ([u["index"] for u in found["updates"]], [u["index"] for u in found["left_over"]]) == ([1], [2])
 
 
+def test_whole_numbers_of_items_are_integers_and_sums_of_class_weights_are_not():
+    told = judgement()
+    window = told.evidence.windows[0]
+    found = judgement_document(told)["updates"][0]
+    assert json.dumps([found["items"], found["terms"][0]["items"], found["weights"][0]["items"]]) == (
+        "[576, 576, 512]"
+    )
+    term = replace(window.terms[0], num_units=2.5)
+    window = replace(window, num_items=2.5, terms=(term,))
+    told = replace(told, evidence=replace(told.evidence, windows=[window]))
+    found = judgement_document(told)["updates"][0]
+    assert (found["items"], found["terms"][0]["items"]) == (2.5, 2.5)
+
+
 def keys_of(value) -> set[str]:
     """All names at any depth."""
     if isinstance(value, dict):
@@ -158,3 +182,40 @@ def test_its_page_describes_every_name_and_no_other():
     page = (ROOT / "docs" / "audit-schema.md").read_text()
     described = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     assert described == keys_of(document())
+
+
+def assert_is_part_of(shown: Any, found: Any) -> None:
+    """What a page shows of a document: its names with their values, numbers to four digits."""
+    if isinstance(shown, dict):
+        for name, value in shown.items():
+            assert_is_part_of(value, found[name])
+    elif isinstance(shown, list):
+        assert len(shown) == len(found)
+        for one, other in zip(shown, found, strict=True):
+            assert_is_part_of(one, other)
+    elif isinstance(shown, float):
+        assert math.isclose(shown, found, rel_tol=1e-4)
+    else:
+        assert (type(shown), shown) == (type(found), found)
+
+
+def test_the_example_of_its_page_is_what_such_a_loop_gives():
+    page = (ROOT / "docs" / "audit-schema.md").read_text()
+    shown = json.loads(page.split("```json\n")[1].split("```")[0])
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(torch.randn(number, 3), torch.randint(2, (number,))) for number in (5, 15)]
+
+    def train():
+        for x, y in batches:
+            (torch.nn.functional.cross_entropy(model(x), y) / 2).backward()
+        optimizer.step()
+
+    found = judgement_document(audit_loop(train), command=shown["command"])
+    (line,) = [finding["line"] for finding in found["findings"]]
+    code = (ROOT / "tests" / "test_audit_schema.py").read_text().splitlines()[line - 1]
+    assert code.strip().startswith("(torch.nn.functional.cross_entropy")
+    for finding in [*found["findings"]]:
+        finding |= {"file": "train.py", "line": 21}
+    assert_is_part_of(shown, found)

@@ -235,11 +235,15 @@ def test_the_example_is_found_out(tmp_path):
     assert done.stderr.startswith("In update ")
 
 
-def test_the_list_has_every_kind_and_needs_no_script(capsys: Capture):
+def test_the_list_has_every_kind_and_needs_no_script(capsys: Capture, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["audit", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines[::2]] == [[name, kind.severity] for name, kind in KINDS.items()]
-    assert lines[1::2] == [f"  {kind.summary}" for kind in KINDS.values()]
+    assert max(map(len, lines)) <= 80
+    titles = [line.split() for line in lines if not line.startswith(" ")]
+    assert titles == [[name, kind.severity] for name, kind in KINDS.items()]
+    summaries = " ".join(line.strip() for line in lines if line.startswith("  "))
+    assert summaries == " ".join(kind.summary for kind in KINDS.values())
     assert main(["audit", "--list", "--json", "-"]) == 0
     listed = json.loads(capsys.readouterr().out)["kinds"]
     assert [entry["kind"] for entry in listed] == list(KINDS)

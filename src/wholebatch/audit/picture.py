@@ -14,13 +14,15 @@ from rich.text import Text
 from wholebatch.audit.judge.evidence import Evidence, MicroBatch, TermWeights, Window
 from wholebatch.audit.judge.loops import loops_of
 from wholebatch.audit.trace import Event, EventKind, Place
-from wholebatch.audit.words import clipped, event_words, number_of, place_text, weight_text
+from wholebatch.audit.words import clipped, event_words, number_of, place_text, printable, weight_text
 
 # Beyond this many rows a picture leaves out what is like its neighbours.
 MOST_ROWS = 24
 MOST_EVENTS_IN_A_ROW = 8
 # Not a line of the picture: rows of their own, or nothing that happens to an update.
 _NOT_SHOWN: frozenset[EventKind] = frozenset({"forward", "backward"})
+# Columns of file and line that words leave room for.
+MOST_PLACE = 20
 # Inside a long window, where something happened that does not happen in most micro-batches.
 MOST_RARE = 6
 _EVEN = 1e-3
@@ -102,8 +104,9 @@ def window_picture(window: Window, evidence: Evidence, *, width: int) -> list[Te
         half=8 if width < 96 else 12,
         width=width,
     )
-    between = _events_between(window)
+    between = _events_between(window, len(rows))
     shown = _shown(rows, between)
+    between = _folded(between, len(rows))
     lines = [Text(window_title(window, evidence), style="bold"), *canvas.head()]
     elided: list[list[Row]] = []
     for index, group in enumerate(rows):
@@ -203,15 +206,18 @@ class Canvas:
         lines = []
         for words, place in happened[:MOST_EVENTS_IN_A_ROW]:
             line = Text(f"{'':{_INDENT}}{'·':>11} ", no_wrap=True)
-            line.append(clipped(words, self._columns_left(line, keep_place=True)))
+            line.append(clipped(words, self._columns_left(line, place)))
             lines.append(self._with_place(line, place))
         if len(happened) > MOST_EVENTS_IN_A_ROW:
             more = number_of(len(happened) - MOST_EVENTS_IN_A_ROW, "more event")
             lines.append(self._line(f"{'·':>11} {more}", "dim"))
         return lines
 
-    def _columns_left(self, line: Text, *, keep_place: bool) -> int:
-        return max(self.width - len(line) - (22 if keep_place else 0), 12)
+    def _columns_left(self, line: Text, place: Place | None) -> int:
+        """Beside file and line; the folders go first."""
+        name = "" if place is None else printable(place).rsplit("/", 1)[-1]
+        kept = min(len(name), MOST_PLACE) + 2 if name else 0
+        return max(self.width - len(line) - kept, 12)
 
     def _line(self, words: str, style: str) -> Text:
         return Text(f"{'':{_INDENT}}{words}"[: self.width], style=style, no_wrap=True)
@@ -291,41 +297,66 @@ def _shown(rows: Sequence[Sequence[Row]], between: Mapping[int, Happened]) -> se
     return shown | set(sorted(set(rare) & set(range(len(rows))))[:MOST_RARE])
 
 
-def _events_between(window: Window) -> Mapping[int, Happened]:
-    """For each index of a micro-batch what happened before it, those of the step under the last of all.
+def _events_between(window: Window, num_rows: int) -> Mapping[int, Happened]:
+    """For each row what happened before it, those of the step under the last of all.
 
     What all ranks did is said once; what some did alone says which.
     """
     ranks = sorted(window.events)
-    slots: dict[int, dict[tuple[str, str], tuple[Place | None, list[int]]]] = {}
-    last = max((len(group) for group in window.micro_batches.values()), default=0)
+    slots: dict[int, dict[tuple[str, str], tuple[Event, list[int]]]] = {}
     for rank in ranks:
-        for index, event in _slotted(window, rank, last):
-            words = event_words(event)
-            key = (words, str(event.place))
-            slots.setdefault(index, {}).setdefault(key, (event.place, []))[1].append(rank)
+        for row, event in _slotted(window, rank, num_rows):
+            key = (event_words(event), str(event.place))
+            slots.setdefault(row, {}).setdefault(key, (event, []))[1].append(rank)
     return {
-        index: [(_by_whom(words, who, ranks), place) for (words, _), (place, who) in happened.items()]
-        for index, happened in slots.items()
+        row: [(_by_whom(event, who, ranks), event.place) for event, who in happened.values()]
+        for row, happened in slots.items()
     }
 
 
-def _slotted(window: Window, rank: int, last: int) -> Iterator[tuple[int, Event]]:
-    """The events of one rank, each with the index of the micro-batch that comes after it."""
-    positions = [(each.position, each.index) for each in window.micro_batches.get(rank, ())]
+def _slotted(window: Window, rank: int, num_rows: int) -> Iterator[tuple[int, Event]]:
+    """The events of one rank, each with the row that comes after it; carried micro-batches are rows too."""
+    first = min((each.index for group in window.micro_batches.values() for each in group), default=0)
+    positions = [(each.position, each.index - first) for each in window.micro_batches.get(rank, ())]
     for position, event in window.events[rank]:
         if event.kind not in _NOT_SHOWN:
-            yield next((index for at, index in positions if at > position), last), event
+            yield next((row for at, row in positions if at > position), num_rows), event
 
 
-def _by_whom(words: str, who: Sequence[int], ranks: Sequence[int]) -> str:
+def _by_whom(event: Event, who: Sequence[int], ranks: Sequence[int]) -> str:
     each = [who.count(rank) for rank in ranks]
-    times = f" ({max(each)} times)" if max(each) > 1 else ""
+    words = event_words(event, times=max(each))
     if all(each) or len(ranks) == 1:
-        return words + times
+        return words
     some = sorted(set(who))
     name = "rank" if len(some) == 1 else "ranks"
-    return f"{name} {', '.join(map(str, some))}: {words}{times}"
+    return f"{name} {', '.join(map(str, some))}: {words}"
+
+
+def _folded(between: Mapping[int, Happened], num_rows: int) -> Mapping[int, Happened]:
+    """What happened before, or after, each of three or more rows in the same words is said once."""
+    if num_rows < 3:
+        return between
+    common = {_key(each) for each in between.get(1, ())}
+    for row in range(2, num_rows):
+        common &= {_key(each) for each in between.get(row, ())}
+    before, after = ({_key(each) for each in between.get(row, ())} & common for row in (0, num_rows))
+    told: dict[int, Happened] = {}
+    for row, happened in between.items():
+        kept: Happened = []
+        for words, place in happened:
+            each = _key((words, place))
+            if each not in before | after:
+                kept.append((words, place))
+            elif row == (0 if each in before else 1):
+                where = "before" if each in before else "after"
+                kept.append((f"{where} each micro-batch: {words}", place))
+        told[row] = kept
+    return told
+
+
+def _key(happened: tuple[str, Place | None]) -> tuple[str, str]:
+    return happened[0], str(happened[1])
 
 
 def _footer(window: Window) -> list[Text]:

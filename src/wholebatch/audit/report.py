@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -10,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from wholebatch.audit.endings import NO_UPDATE, ending_words, failed_words, num_applied, why_no_update
 from wholebatch.audit.judge.evidence import Evidence, Finding, Judgement, Severity, Window
 from wholebatch.audit.picture import num_micro_batches, window_picture
 from wholebatch.audit.trace import Intent, Place
@@ -25,7 +27,7 @@ def report_text(judgement: Judgement, width: int = 100) -> str:
 
     Args:
         judgement: of the audit.
-        width: columns, 72 or more; the first line, the verdict, is never broken.
+        width: columns, 72 or more.
 
     Returns:
         The report, without colour codes, with a line break at its end.
@@ -40,10 +42,10 @@ def render_report(judgement: Judgement, console: Console) -> None:
 
     Args:
         judgement: of the audit.
-        console: where to; its width is the report's. The first line is broken on a terminal only.
+        console: where to; its width is the report's.
     """
     width = max(console.width, _NARROWEST)
-    console.print(headline(judgement), soft_wrap=not console.is_terminal)
+    console.print(headline(judgement))
     for line in _summary(judgement):
         console.print(line)
     window = pictured_window(judgement)
@@ -51,7 +53,7 @@ def render_report(judgement: Judgement, console: Console) -> None:
         console.print()
         for line in window_picture(window, judgement.evidence, width=width):
             console.print(line, soft_wrap=True)
-        others = _updates(judgement.evidence)
+        others = _updates(judgement)
         if others is not None:
             console.print()
             console.print(others)
@@ -68,18 +70,24 @@ def headline(judgement: Judgement) -> Text:
         judgement: of the audit.
 
     Returns:
-        One line.
+        One line. Where the script failed it says so, unless something is wrong in what was seen.
     """
+    evidence = judgement.evidence
     gravest = judgement.findings[0] if judgement.findings else None
-    if judgement.verdict == "not_judged":
-        why = judgement.unjudged[0] if judgement.unjudged else _why_unjudged(judgement.evidence)
-        return Text(f"Not judged: {printable(why)}", style="bold yellow")
     if gravest is not None and gravest.severity == "wrong":
         return Text(printable(first_sentence(gravest.message)), style="bold red")
+    failed = failed_words(evidence)
+    if judgement.verdict == "not_judged" and not (failed and not num_applied(evidence)):
+        return Text(f"Not judged: {printable(_why_unjudged(judgement))}", style="bold yellow")
     if gravest is not None and judgement.verdict == "findings":
-        words = f"The updates are right, at a price. {printable(first_sentence(gravest.message))}"
-        return Text(words, style="bold yellow")
-    return Text(_clean_words(judgement.evidence), style="bold green")
+        right = "These updates are right" if failed else "The updates are right"
+        words = f"{right}, at a price. {printable(first_sentence(gravest.message))}"
+        return Text(f"{failed}. {words}" if failed else words, style="bold yellow")
+    if failed:
+        clean = "; nothing was wrong in " if num_applied(evidence) else ""
+        clean += {0: "", 1: "this one"}.get(num_applied(evidence), "these")
+        return Text(failed + clean, style="bold yellow")
+    return Text(_clean_words(evidence), style="bold green")
 
 
 def pictured_window(judgement: Judgement) -> Window | None:
@@ -94,15 +102,18 @@ def pictured_window(judgement: Judgement) -> Window | None:
     return windows[0] if windows else None
 
 
-def _why_unjudged(evidence: Evidence) -> str:
-    reasons = [window.unjudged for window in evidence.windows if window.unjudged]
-    return reasons[0] if reasons else "no optimizer took an update while the script was watched"
+def _why_unjudged(judgement: Judgement) -> str:
+    evidence = judgement.evidence
+    if not any(window.complete for window in evidence.windows):
+        return why_no_update(evidence)
+    if judgement.unjudged:
+        return judgement.unjudged[0]
+    return next((w.unjudged for w in evidence.windows if w.unjudged), "what its items weigh is not known")
 
 
 def _clean_words(evidence: Evidence) -> str:
     weighed = [w for w in evidence.windows if w.lowest is not None and w.highest is not None]
-    applied = sum(window.complete and not window.skipped for window in evidence.windows)
-    words = f"Nothing wrong in {number_of(applied, 'update')}"
+    words = f"Nothing wrong in {number_of(num_applied(evidence), 'update')}"
     if not weighed:
         return words
     low = min(window.lowest for window in weighed if window.lowest is not None)
@@ -126,16 +137,26 @@ def _summary(judgement: Judgement) -> Iterator[Text]:
         yield Text(intent)
     for trace in evidence.traces:
         if trace.failure is not None or trace.ended in ("failed", "stalled"):
-            who = f"rank {trace.rank}" if len(evidence.traces) > 1 else "the script"
-            how = "stalled" if trace.ended == "stalled" else "failed"
-            reason = f": {printable(trace.failure)}" if trace.failure else ""
-            yield Text(f"{who} {how}{reason}", style="yellow")
-    headlined = judgement.unjudged[:1] if judgement.verdict == "not_judged" else ()
-    for reason in judgement.unjudged[len(headlined) :]:
+            words = ending_words(trace, evidence)
+            if words.lower() != headline(judgement).plain.lower():
+                yield Text(words, style="yellow")
+    for reason in _unjudged(judgement):
         yield Text(f"not judged: {printable(reason)}", style="yellow")
     for reason in dict.fromkeys(reason for trace in evidence.traces for reason in trace.unseen):
         if reason not in judgement.unjudged:
             yield Text(f"not seen: {printable(reason)}", style="yellow")
+
+
+def _unjudged(judgement: Judgement) -> Iterator[str]:
+    """What could not be judged, but for what the first line says."""
+    first = headline(judgement).plain
+    reasons = list(judgement.unjudged)
+    if not any(window.complete for window in judgement.evidence.windows):
+        # said here with what was seen instead
+        reasons = [why_no_update(judgement.evidence), *(r for r in reasons if not r.startswith(NO_UPDATE))]
+    for reason in reasons:
+        if first != f"Not judged: {printable(reason)}":
+            yield reason
 
 
 def _tally(findings: Sequence[Finding]) -> Iterator[tuple[str, str] | str]:
@@ -162,7 +183,7 @@ def _watched(evidence: Evidence) -> str:
     names = [o.name for o in evidence.traces[0].optimizers] if evidence.traces else []
     words += f" of {' and '.join(names)}" if names else ""
     words += f", {skipped:,} of them skipped" if skipped else ""
-    before = evidence.traces[0].num_skipped_updates if evidence.traces else 0
+    before = evidence.traces[0].num_skipped_updates if evidence.traces and complete else 0
     words += f", after {before:,} that were not watched" if before else ""
     if len(evidence.traces) > 1:
         ranks = number_of(len(evidence.traces), "rank")
@@ -178,21 +199,31 @@ def intent_words(intent: Intent) -> str | None:
     return f"meant: {number} an update ({printable(intent.source)})"
 
 
-def _updates(evidence: Evidence) -> Table | None:
-    """One line for each update, where there are several."""
-    windows = [window for window in evidence.windows if window.complete]
+def _updates(judgement: Judgement) -> Table | None:
+    """One line for each update, where there are several; of many, the first and all with a finding."""
+    windows = [window for window in judgement.evidence.windows if window.complete]
     if len(windows) < 2:
         return None
+    shown = [i < MOST_UPDATES or _has_finding(w, judgement.findings) for i, w in enumerate(windows)]
     several = len({window.optimizer for window in windows}) > 1
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ["update", *(["optimizer"] if several else []), "micro-batches", "items", "total weight"]:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("weight x N", no_wrap=True)
-    for window in windows[:MOST_UPDATES]:
-        table.add_row(*_update_cells(window, several=several))
-    if len(windows) > MOST_UPDATES:
-        table.add_row("...")
+    for is_shown, group in itertools.groupby(zip(shown, windows, strict=True), key=lambda pair: pair[0]):
+        if is_shown:
+            for _, window in group:
+                table.add_row(*_update_cells(window, several=several))
+        else:
+            table.add_row("...")
     return table
+
+
+def _has_finding(window: Window, findings: Sequence[Finding]) -> bool:
+    return any(
+        window.index in {finding.update, *finding.updates} and finding.optimizer in (None, window.optimizer)
+        for finding in findings
+    )
 
 
 def _update_cells(window: Window, *, several: bool) -> list[str]:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_args
 
-from wholebatch.audit.judge.evidence import Evidence, Finding, Judgement, MicroBatch, TermWeights, Window
+from wholebatch.audit.judge.evidence import (
+    Evidence,
+    Finding,
+    Judgement,
+    MicroBatch,
+    Severity,
+    TermWeights,
+    Window,
+)
 from wholebatch.audit.picture import Row, num_micro_batches, window_rows
 from wholebatch.audit.report import page_of
 from wholebatch.audit.trace import Event, Intent, Place, RankTrace
@@ -32,6 +40,10 @@ def judgement_document(judgement: Judgement, *, command: Sequence[str] = ()) -> 
             "wholebatch": version("wholebatch"),
             "command": list(command),
             "verdict": judgement.verdict,
+            "severities": {
+                severity: sum(finding.severity == severity for finding in judgement.findings)
+                for severity in get_args(Severity)
+            },
             "ranks": len(evidence.traces),
             "replicas": evidence.num_replicas,
             "intent": _intent(evidence.intent),
@@ -75,7 +87,7 @@ def _update(window: Window, num_replicas: int) -> dict[str, Any]:
         "skipped": window.skipped,
         "micro_batches": num_micro_batches(window)[1],
         "replicas": num_replicas,
-        "items": window.num_items,
+        "items": _whole(window.num_items),
         "total_weight": window.total,
         "min_weight": window.lowest,
         "max_weight": window.highest,
@@ -91,7 +103,7 @@ def _term(term: TermWeights) -> dict[str, Any]:
     return {
         "key": term.key,
         "unit": term.unit,
-        "items": term.num_units,
+        "items": _whole(term.num_units),
         "total_weight": term.total,
         "min_weight": term.lowest,
         "max_weight": term.highest,
@@ -108,7 +120,7 @@ def _weights(row: Row) -> dict[str, Any]:
     return {
         "rank": micro_batch.rank,
         "micro_batch": micro_batch.index + 1,
-        "items": row.items,
+        "items": _whole(row.items),
         "min_weight": low,
         "max_weight": high,
         "kappa": micro_batch.kappa,
@@ -153,6 +165,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "updates": list(finding.updates),
         "optimizer": finding.optimizer,
         "factor": finding.factor,
+        "ratio": finding.ratio,
         "across": finding.across,
         "message": finding.message,
         "effect": finding.effect or None,
@@ -161,6 +174,11 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "caused_by": finding.caused_by,
         "page": page_of(finding.kind),
     }
+
+
+def _whole(number: float | None) -> float | None:
+    """A number of items, an integer where it is whole: a sum of class weights need not be."""
+    return int(number) if number is not None and float(number).is_integer() else number
 
 
 def _place(place: Place | None) -> Mapping[str, Any]:

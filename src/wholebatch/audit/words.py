@@ -69,9 +69,9 @@ def place_text(place: Place, width: int) -> str:
     return text if len(text) <= width else f"...{text[3 - width :]}"
 
 
-def event_words(event: Event) -> str:
-    """Write one event in a few words."""
-    words = EVENT_WORDS[event.kind]
+def event_words(event: Event, times: int = 1) -> str:
+    """Write one event in a few words, with how often it happened where that is more than once."""
+    words = EVENT_WORDS[event.kind] + (f" {times:,} times" if times > 1 else "")
     if event.kind == "logged" and event.detail:  # which has the number in it
         return f"{words}: {printable(event.detail)}"
     if event.kind == "pass" and event.value is not None:

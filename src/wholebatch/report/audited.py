@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from wholebatch.audit.judge.evidence import Judgement
@@ -228,7 +228,8 @@ def list_command(*, json_target: str | None = None) -> int:
     for kind in KINDS.values():
         style = STYLES[kind.severity]
         console.print(Text.assemble((f"{kind.name:<33}", "bold"), (kind.severity, style)))
-        console.print(Padding(Text(kind.summary), (0, 0, 0, 2), expand=False))
+        for line in textwrap.wrap(kind.summary, max(console.width - 2, 20), break_on_hyphens=False):
+            console.print(f"  {line}", markup=False)
     kinds = [
         {"kind": kind.name, "severity": kind.severity, "summary": kind.summary, "page": page_of(kind.name)}
         for kind in KINDS.values()

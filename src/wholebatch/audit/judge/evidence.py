@@ -42,6 +42,10 @@ class MicroBatch:
     carried: bool = False
     foreign: bool = False
 
+    def __repr__(self) -> str:
+        """In one short line; what it recorded is in its fields."""
+        return f"MicroBatch(rank={self.rank}, index={self.index}, kappa={self.kappa}, lost={self.lost!r})"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TermWeights:
@@ -126,6 +130,14 @@ class Window:
     odd_parameters: tuple[int, ...] = ()
     unexplained: float | None = None
 
+    def __repr__(self) -> str:
+        """In one line: which update, how many micro-batches and items, and what they weigh together."""
+        number = max(map(len, self.micro_batches.values()), default=0)
+        return (
+            f"Window(index={self.index}, optimizer={self.optimizer}, micro_batches={number}, "
+            f"num_items={self.num_items}, total={self.total})"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
@@ -142,6 +154,13 @@ class Evidence:
     windows: Sequence[Window]
     intent: Intent
     num_replicas: int
+
+    def __repr__(self) -> str:
+        """In one line: how many windows of how many ranks."""
+        return (
+            f"Evidence(windows={len(self.windows)}, ranks={len(self.traces)}, "
+            f"num_replicas={self.num_replicas})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,6 +215,14 @@ class Judgement:
     findings: tuple[Finding, ...]
     evidence: Evidence
     unjudged: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """In one line: the verdict, and the findings by severity and kind."""
+        found = (
+            ", ".join(f"{finding.severity} {finding.kind}" for finding in self.findings) or "no findings"
+        )
+        unjudged = f"; {len(self.unjudged)} not judged" if self.unjudged else ""
+        return f"Judgement({self.verdict}: {found}{unjudged})"
 
 
 __all__ = [

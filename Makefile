@@ -26,8 +26,8 @@ lint: venv
 
 # Lint and types first, then the fast tests, then those that start processes or train, then other libraries.
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m slow
 	$(MAKE) test-peers
 
 # Other versions of other libraries, each in a folder of its own under build/peers; two minutes.

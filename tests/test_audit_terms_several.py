@@ -245,6 +245,19 @@ def test_gradients_are_untouched_and_nothing_is_held() -> None:
     assert held() is None
 
 
+def test_one_backward_of_several_losses() -> None:
+    p = Problem()
+    outputs = p.outputs()
+    losses = F.cross_entropy(outputs, TARGETS), F.mse_loss(outputs, p.values)
+    reader = TermReader(losses[0], torch.tensor(0.5), losses[1])
+    torch.autograd.backward(losses, [torch.tensor(0.5), torch.tensor(3.0)])
+    reader.finish()
+    nll, squares = reader.terms()
+    alike(nll.levels[-1], TOKENS, 0.5 / TOKENS)
+    alike(squares.levels[-1], p.values.numel(), 3 / p.values.numel())
+    assert reader.unread is None
+
+
 def test_a_failing_backward_leaves_no_hooks() -> None:
     p = Problem()
     outputs = p.outputs()

@@ -40,8 +40,7 @@ class Backwards:
         seen = BackwardSeen(
             site=watch.places(),
             loss=roots[0].detach().clone() if len(roots) == 1 and roots[0].numel() == 1 else None,
-            reader=TermReader(roots[0], given[0] if given else None) if len(roots) == 1 else None,
-            unread=f"backward was called on {len(roots)} tensors at once" if len(roots) > 1 else None,
+            reader=TermReader(roots[0], given[0] if given else None, *roots[1:]),
             loss_scale=self._scale(),
             learning_rates=tuple(watch.learning_rates()),
             num_forwards=watch.num_forwards,
@@ -50,7 +49,7 @@ class Backwards:
             outputs=tuple(watch.outputs),
         )
         seen.follow(roots[0])
-        self._updates.replays.backward_called(roots[0], given[0] if given else None, self.loss_scale)
+        self._updates.replays.backward_called(roots, given[0] if given else None, self.loss_scale)
         watch.gradients.listen()
         watch.num_forwards = 0
         watch.outputs.clear()
@@ -68,9 +67,8 @@ class Backwards:
         watch = self.watch
         seen.delivered = watch.gradients.unlisten()
         seen.num_collectives += _num_collectives()
-        if seen.reader is not None:
-            seen.reader.finish()
-        if seen.reader is None or seen.reader.unread:
+        seen.reader.finish()
+        if seen.reader.unread:
             self._updates.replays.unread()
         if seen.num_collectives == 0:
             seen.error = watch.gradients.low_precision_error()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,12 +48,17 @@ class Replays:
             self._capture.forward_called(module, given, named, output)
 
     @quietly
-    def backward_called(self, root: Tensor, gradient: Tensor | None, loss_scale: Tensor | None) -> None:
+    def backward_called(
+        self, roots: Sequence[Tensor], gradient: Tensor | None, loss_scale: Tensor | None
+    ) -> None:
         """A backward is about to run."""
         self._read.clear()
-        if self._capture is not None:
+        if self._capture is not None and len(roots) > 1:
+            self._capture.release()
+            self._capture.unable = f"backward was called on {len(roots)} tensors at once"
+        elif self._capture is not None:
             self._loss_scale = 1.0 if loss_scale is None else float(loss_scale)
-            self._capture.backward_called(root, gradient, self._loss_scale)
+            self._capture.backward_called(roots[0], gradient, self._loss_scale)
 
     @quietly
     def gradients_read(self) -> None:

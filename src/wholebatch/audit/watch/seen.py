@@ -43,8 +43,7 @@ class BackwardSeen:
 
     site: tuple[Place, ...]
     loss: Tensor | None
-    reader: TermReader | None
-    unread: str | None
+    reader: TermReader
     loss_scale: Tensor | None
     learning_rates: tuple[float | Tensor, ...]
     num_forwards: int
@@ -84,8 +83,8 @@ class BackwardSeen:
         return Backward(
             site=self.site,
             loss=None if self.loss is None else float(self.loss),
-            terms=() if self.reader is None else self.reader.terms(),
-            unread=self.unread if self.reader is None else self.reader.unread,
+            terms=self.reader.terms(),
+            unread=self.reader.unread,
             delivered=self.delivered.settle(),
             num_collectives=self.num_collectives,
             holds_reduction=self.holds_reduction,

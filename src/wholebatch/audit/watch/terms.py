@@ -28,42 +28,44 @@ Unit = Literal["item", "row", "group"]
 
 
 class TermReader:
-    """Reads the terms of one loss while its backward runs.
+    """Reads the terms of one loss, or of several with one backward, while it runs.
 
-    ``weight of an item = d root / d (loss of the item) x gradient given to backward``
+    ``weight of an item = sum over roots of d root / d (loss of the item) x gradient given for it``
 
     Attributes:
         unread: why nothing could be read, in words, or which part of the loss could not (the other terms
             are then given); None where all could, or may yet.
     """
 
-    def __init__(self, root: Tensor, gradient: Tensor | None) -> None:
+    def __init__(self, root: Tensor, gradient: Tensor | None, *others: Tensor) -> None:
         """Walk the graph and put hooks on it; nothing that goes wrong here reaches the caller.
 
         Args:
             root: what backward is called on.
             gradient: what backward is given; None stands for 1.
+            others: further roots of the same backward.
         """
         self.unread: str | None = None
         self._plans: list[Plan] = []
         self._handles: list[RemovableHandle] = []
         try:
-            self._begin(root, gradient)
+            self._begin((root, *others), gradient)
         except Exception as error:
             self._give_up(str(error) or type(error).__name__)
 
-    def _begin(self, root: Tensor, gradient: Tensor | None) -> None:
+    def _begin(self, roots: Sequence[Tensor], gradient: Tensor | None) -> None:
         """As ``__init__``; may raise."""
-        if root.grad_fn is None:
+        if any(root.grad_fn is None for root in roots):
             self.unread = "backward was called on a tensor without a graph"
             return
-        if root.numel() != 1:
+        if any(root.numel() != 1 for root in roots):
             self.unread = (
                 "backward was given a gradient" if gradient is not None else "the loss is no number"
             )
             return
         walk = LossWalk()
-        walk.scalar((root.grad_fn, root.output_nr))
+        for root in roots:
+            walk.scalar((root.grad_fn, root.output_nr))
         self._plans = _with_smoothing(_with_lists(walk.plans))
         if not self._plans:
             self.unread = walk.problems[0] if walk.problems else "no reduction was found in the loss"

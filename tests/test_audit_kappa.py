@@ -111,6 +111,20 @@ def test_a_clip_between_backwards_makes_kappas_differ():
     assert window.clip_factor == pytest.approx(0.5)
 
 
+def test_what_clips_between_backwards_leave_hardly_anything_of_is_not_lost():
+    ops = [
+        backward(5),
+        clip(0.01, detail="by norm"),
+        backward(5),
+        clip(0.01, detail="by norm"),
+        backward(5),
+    ]
+    window = only(assemble(trace(*ops, step())))
+    assert kappas(window) == {0: pytest.approx([1.0, 1.0, 1.0])}
+    assert window.uniform_kappa == pytest.approx(1.0)
+    assert not any(m.lost for m in window.micro_batches[0])
+
+
 def test_parts_that_are_clipped_apart_are_each_read_before_their_clip():
     made = trace(backward(5), backward(5), step(), num_parameters=2)
     events = list(made[0].events)

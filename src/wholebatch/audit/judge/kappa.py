@@ -7,7 +7,7 @@ sketches of all parameters, with as few different kappas as explain it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,18 +30,24 @@ class Candidate:
     Attributes:
         kind: where it belongs: to this window, to an earlier one, or cleared from either.
         waiting: its backward.
+        clipped: what clips between backwards multiplied it by, by parameter: these are named by themselves
+            and are no part of kappa.
     """
 
     rank: int
     index: int
     kind: str
     waiting: Waiting
+    clipped: Mapping[int, float]
 
     @property
     def delivered(self) -> Sketches:
-        """What it delivered, the loss scale taken out."""
+        """What it delivered, the loss scale taken out, as small as clips between backwards left it."""
         backward = self.waiting.backward
-        return {p: vector / backward.loss_scale for p, vector in backward.delivered.items()}
+        return {
+            p: vector * self.clipped.get(p, 1.0) / backward.loss_scale
+            for p, vector in backward.delivered.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,13 +73,19 @@ class Measured:
     reason: str | None = None
 
 
-def candidates(windows: Mapping[int, RankWindow]) -> list[Candidate]:
+def candidates(windows: Mapping[int, RankWindow], optimizer: int) -> list[Candidate]:
     """All micro-batches that may stand in what a window's optimizer read, of the ranks given."""
     found = []
     for rank, window in sorted(windows.items()):
         for kind in ("own", "carried", "cleared", "ghosts"):
             found += [
-                Candidate(rank=rank, index=i, kind=kind, waiting=waiting)
+                Candidate(
+                    rank=rank,
+                    index=i,
+                    kind=kind,
+                    waiting=waiting,
+                    clipped=_clips_between(window, optimizer, waiting.position) if kind == "own" else {},
+                )
                 for i, waiting in enumerate(getattr(window, kind))
             ]
     return [candidate for candidate in found if candidate.waiting.backward.delivered]
@@ -162,7 +174,7 @@ def measure(
     parameters = first.optimizers[optimizer].parameters
     readings = {rank: reading(window, optimizer, parameters) for rank, window in windows.items()}
     read = {rank: one for rank, one in readings.items() if one is not None}
-    found = candidates(_one_of_each_replica(windows, traces))
+    found = candidates(_one_of_each_replica(windows, traces), optimizer)
     if not read or not (found or any(read.values())):
         return Measured(kappas={}, reason="what the optimizer read was not seen")
     whole = _together(read, first, parameters)
@@ -177,29 +189,22 @@ def measure(
         return Measured(kappas={}, ranks_agree=agree, reason="gradients are not finite")
     if not found:
         return Measured(kappas={}, ranks_agree=agree, reason="no backward was seen to bring gradients")
-    return _before_clips(_explain(fitting, found, lowest, num_equations, agree), windows, optimizer)
+    return _explain(fitting, found, lowest, num_equations, agree)
 
 
-def _before_clips(measured: Measured, windows: Mapping[int, RankWindow], optimizer: int) -> Measured:
-    """The same without what clips between backwards multiplied by: these are named by themselves."""
-    kappas = dict(measured.kappas)
-    for rank, window in windows.items():
-        last = max((waiting.position for waiting in window.own), default=-1)
-        for position, event in window.events:
-            if event.kind != "clip" or "norm" not in event.detail or not _touches(event, optimizer):
-                continue
-            if position > last or not event.before or not event.after:
-                continue
-            factor = ratio(event.before, event.after, sorted(event.before))
-            if factor is None or factor <= 0.0:
-                continue
-            for waiting in window.own:
-                if waiting.position < position and kappas.get((rank, waiting.position)):
-                    kappas[rank, waiting.position] /= factor
-    own = [kappas.get((rank, w.position)) for rank, window in windows.items() for w in window.own]
-    known = [kappa for kappa in own if kappa is not None]
-    same = kappas != measured.kappas and len(known) == len(own) and np.allclose(known, known[0], rtol=2e-3)
-    return replace(measured, kappas=kappas, uniform=known[0] if same else measured.uniform)
+def _clips_between(window: RankWindow, optimizer: int, position: int) -> dict[int, float]:
+    """What clips before the last backward multiplied an earlier one's gradients by, by parameter."""
+    last = max((waiting.position for waiting in window.own), default=-1)
+    factors: dict[int, float] = {}
+    for at, event in window.events:
+        if event.kind != "clip" or "norm" not in event.detail or not _touches(event, optimizer):
+            continue
+        if not position < at < last or not event.before or not event.after:
+            continue
+        factor = ratio(event.before, event.after, sorted(event.before))
+        if factor is not None and factor > 0.0:
+            factors |= {p: factors.get(p, 1.0) * factor for p in event.before}
+    return factors
 
 
 def _is_finite(sketches: Sketches) -> bool:

@@ -162,3 +162,13 @@ def test_a_gradient_of_few_rows_keeps_its_directions() -> None:
         [sketcher.whole(torch.randn(2, 40, dtype=torch.float64)) for _ in range(SKETCH_WIDTH)]
     )
     assert torch.linalg.matrix_rank(some) == SKETCH_WIDTH
+
+
+@pytest.mark.parametrize(("later", "expected"), [(1 / 20, []), (1 / 10, [("total_weight", 2.0)])])
+def test_a_divisor_that_stays_when_the_number_of_micro_batches_grows(later: float, expected: list) -> None:
+    few = [*[backward(5, 1 / 10) for _ in range(2)], step(), clear()] * 3
+    many = [*[backward(5, later) for _ in range(4)], step(), clear()] * 5
+    found = [f for f in judge(trace(*few, *many)).findings if f.severity == "wrong"]
+    assert [(f.kind, f.factor) for f in found] == [
+        (kind, pytest.approx(factor)) for kind, factor in expected
+    ]

@@ -109,7 +109,8 @@ def _judged(
     single = len({(term.key, term.site) for term in window.terms}) == 1
     totals = [abs(term.total) / clip for term in window.terms]
     candidates = totals if single else [max(totals), sum(totals)]
-    explained = list(_explained(evidence, window, meant, candidates, single))
+    faults = [*_faults(evidence, window, meant), *_fixed_divisors(window, windows)]
+    explained = list(_explained(faults, window, candidates, single))
     factor, meaning = explained[0] if explained else (candidates[0], _division(window, candidates[0]))
     splits = max(seen_micro_batches(window), meant) * evidence.num_replicas > 1
     if right or not (explained or (single and splits)) or (single and _is_written(window, meant)):
@@ -134,10 +135,10 @@ def _judged(
 
 
 def _explained(
-    evidence: Evidence, window: Window, meant: int, candidates: Sequence[float], single: bool
+    faults: Sequence[tuple[float, str]], window: Window, candidates: Sequence[float], single: bool
 ) -> Iterator[tuple[float, str]]:
     """Yield those candidates that a division which was forgotten or made twice explains."""
-    for value, meaning in _faults(evidence, window, meant):
+    for value, meaning in faults:
         for candidate in candidates:
             if is_near(candidate, value, window) and not (value == 0.5 and not single):
                 yield candidate, meaning
@@ -189,6 +190,13 @@ def _faults(evidence: Evidence, window: Window, meant: int) -> Iterator[tuple[fl
     for scale in {m.backward.loss_scale for rank in window.micro_batches for m in own(window, rank)}:
         if scale not in (0.0, 1.0):
             yield scale, f"the loss scale of {number(scale)} was never taken out"
+
+
+def _fixed_divisors(window: Window, windows: Sequence[Window]) -> Iterator[tuple[float, str]]:
+    """Yield totals of a loop whose updates grow in micro-batches, and whose divisor stays."""
+    size = seen_micro_batches(window)
+    for other in sorted({seen_micro_batches(w) for w in windows if is_right(w)} - {0, size}):
+        yield size / other, f"they were divided by {other} micro-batches where the update has {size}"
 
 
 def _division(window: Window, factor: float) -> str:

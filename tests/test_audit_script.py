@@ -61,7 +61,9 @@ def test_a_script_is_main_with_its_own_words_and_folder(script, capsys):
     )
     before = list(sys.argv), list(sys.path), sys.modules["__main__"]
     audited = audit_script(name, ["--lr", "0.1"])
-    assert capsys.readouterr().out == "__main__ ['train.py', '--lr', '0.1'] train.py 42 Own\n"
+    assert capsys.readouterr().out == (
+        f"__main__ ['train.py', '--lr', '0.1'] {Path('train.py').resolve()} 42 Own\n"
+    )
     assert (list(sys.argv), list(sys.path), sys.modules["__main__"]) == before
     assert (audited.failure, audited.exit_code) == (None, 0)
     assert audited.judgement.verdict == "not_judged"

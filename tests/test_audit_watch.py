@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -163,6 +165,89 @@ def test_a_failure_inside_the_watch_is_noted_and_never_reaches_the_loop(monkeypa
     watching = Watching()
     plain_loop(1)
     assert any("no sketch today" in entry for entry in watching.end().unseen)
+
+
+def test_functions_take_their_arguments_by_name_as_before():
+    def loop():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+        accumulate(model, 1)
+        nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
+        nn.utils.clip_grad_norm_(parameters=model.parameters(), max_norm=1.0)
+        optimizer.step()
+
+    assert [event.value for event in of_kind(watched(loop), "clip")] == [1.0, 1.0]
+
+
+def test_a_loader_is_not_asked_for_its_length():
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from [torch.ones(4)] * 3
+
+        def __len__(self):
+            raise NotImplementedError
+
+    def loop():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in DataLoader(Endless(), batch_size=2):
+            model(x).sum().backward()
+        optimizer.step()
+
+    assert kinds(watched(loop)) == ["pass", "backward", "backward", "pass", "step"]
+
+
+def test_a_step_that_raises_and_is_tried_again_is_one_step():
+    class Failing(torch.optim.SGD):
+        failed = False
+
+        def step(self, closure=None):
+            if not self.failed:
+                self.failed = True
+                raise RuntimeError("a device was busy")
+            return super().step(closure)
+
+    def loop():
+        model = small()
+        optimizer = Failing(model.parameters(), lr=0.1)
+        for update in range(2):
+            accumulate(model, 1, seed=update)
+            with contextlib.suppress(RuntimeError):
+                optimizer.step()
+            if not update:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    backwards = [event.backward for event in of_kind(watched(loop), "backward")]
+    assert [backward.in_step for backward in backwards] == [False, False]
+
+
+def test_a_long_printed_line_is_read_quickly():
+    def loop():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accumulate(model, 1)
+        begun = time.perf_counter()
+        print("loss" + "l" * 200_000)
+        assert time.perf_counter() - begun < 1.0
+        optimizer.step()
+
+    watched(loop)
+
+
+def test_sketches_do_not_follow_autocast():
+    def loop():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            accumulate(model, 2)
+            optimizer.step()
+
+    trace = watched(loop)
+    read = of_kind(trace, "step")[0].before
+    for index, values in read.items():
+        delivered = sum(event.backward.delivered[index] for event in of_kind(trace, "backward"))
+        assert values == pytest.approx(delivered, rel=1e-4, abs=1e-6)
 
 
 # -- what backwards deliver ------------------------------------------------------------------------------
@@ -497,7 +582,7 @@ def test_passes_over_a_loader_are_seen_and_its_workers_left_alone(workers):
     trace = watched(loop)
     assert kinds(trace) == ["pass", "backward", "backward", "pass", "step"]
     assert [event.value for event in of_kind(trace, "pass")] == [1.0, 0.0]
-    assert of_kind(trace, "pass")[0].detail == "DataLoader of 2 batches"
+    assert of_kind(trace, "pass")[0].detail == "DataLoader 1"
 
 
 def test_losses_that_are_printed_are_read_along(capsys):

@@ -276,7 +276,7 @@ def _run_file(script: str) -> None:
         source = file.read()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
     made: Any = types.ModuleType("__main__")
-    made.__file__ = script
+    made.__file__ = str(Path(script).resolve())
     made.__builtins__ = __builtins__
     sys.modules["__main__"] = made
-    exec(compile(source.decode(encoding), script, "exec"), made.__dict__)
+    exec(compile(source.decode(encoding), made.__file__, "exec"), made.__dict__)

@@ -59,10 +59,11 @@ class Watching:
         self._calls = Calls(self.watch, self._updates, Backwards(self.watch, self._updates))
         self._modules = Modules(self.watch, self._replays)
         self._logged = Logged(self.watch)
-        parameters = ParametersBetween(self.watch.gradients)
+        self._parameters = parameters = ParametersBetween(self.watch.gradients)
         self._averages = AveragesBetween(self.watch.gradients)
         self._updates.between = [parameters, self._averages]
         self._updates.after_update = [parameters.forget, self._averages.forget, self._averages.search]
+        self._updates.after_update.append(self._logged.late)
         for optimizer in _alive(torch.optim.Optimizer) if search else ():
             self.watch.optimizer_made(optimizer)
 
@@ -92,6 +93,8 @@ class Watching:
         self._modules.remove()
         self._logged.remove()
         self._averages.release()
+        self._parameters.release()
+        self._updates.release()
         self._replays.release()
 
 

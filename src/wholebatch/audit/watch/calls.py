@@ -22,6 +22,7 @@ from torch.utils.data import dataloader as loaders
 from wholebatch.audit.watch.backwards import Backwards
 from wholebatch.audit.watch.engines_deepspeed import update_method, was_applied
 from wholebatch.audit.watch.patches import Patches
+from wholebatch.audit.watch.seen import quietly
 from wholebatch.audit.watch.updates import Updates
 from wholebatch.audit.watch.watcher import Watch
 
@@ -40,9 +41,11 @@ class Calls:
     """
 
     def __init__(self, watch: Watch, updates: Updates, backwards: Backwards) -> None:
-        self._watch, self._updates, self._backwards = watch, updates, backwards
+        self.watch, self._updates, self._backwards = watch, updates, backwards
         self._patches = Patches()
-        self._steps: list[ExitStack] = []
+        # steps that have begun: which optimizer's, and what to close when it is over
+        self._steps: list[tuple[Any, ExitStack]] = []
+        self._loaders: dict[int, int] = {}
         # schedulers that are moving: one may move others
         self._moving = 0
         # an engine steps: its optimizer's own steps are parts of that
@@ -79,6 +82,7 @@ class Calls:
             hook.remove()
         self._patches.restore()
 
+    @quietly
     def late(self) -> None:
         """Hook what has been imported or defined only since: schedulers of the user's own, libraries."""
         for scheduler in _subclasses(LRScheduler):
@@ -97,7 +101,7 @@ class Calls:
     # -- backward -----------------------------------------------------------------------------------------
 
     def _backward(self, original: Function) -> Function:
-        watch = self._watch
+        watch = self.watch
 
         def run(roots: Any, *given: Any, **named: Any) -> Any:
             nested = torch._C._current_graph_task_id() != -1
@@ -123,15 +127,17 @@ class Calls:
     def _add_param_group(self, original: Function) -> Function:
         def add_param_group(optimizer: Any, *given: Any, **named: Any) -> Any:
             result = original(optimizer, *given, **named)
-            self._watch.optimizer_made(optimizer)
+            self.watch.optimizer_made(optimizer)
             return result
 
         return add_param_group
 
     def _before_step(self, optimizer: Any, given: Any, named: Any) -> Any:
-        seen = self._watch.optimizer_made(optimizer)
+        while self._steps and self._steps[-1][0] is optimizer:
+            self._steps.pop()[1].close()  # a step that raised, and is tried again
+        seen = self.watch.optimizer_made(optimizer)
         stack = ExitStack()
-        self._steps.append(stack)
+        self._steps.append((optimizer, stack))
         if seen is None or self._engine_steps:
             return None
         stack.enter_context(self._updates.stepping(seen))
@@ -153,19 +159,17 @@ class Calls:
 
     def _after_step(self, optimizer: Any, _given: Any, _named: Any) -> None:
         if self._steps:
-            self._steps.pop().close()
+            self._steps.pop()[1].close()
         if not self._engine_steps:
             self._updates.step_ended(optimizer)
 
     def _engine_step(self, original: Function) -> Function:
         def step(engine: Any, *given: Any, **named: Any) -> Any:
             optimizer = getattr(engine, "basic_optimizer", None) or engine.optimizer
-            if not self._watch.here:
+            if not self.watch.here:
                 return original(engine, *given, **named)
-            scales = [one.loss_scale() for one in self._watch.engines]
-            self._updates.step_begins(
-                optimizer, loss_scale=next(iter(scales), 1.0), skipped=lambda: not was_applied(engine)
-            )
+            scale = self._engine_scale() or 1.0
+            self._updates.step_begins(optimizer, loss_scale=scale, skipped=lambda: not was_applied(engine))
             self._engine_steps = True
             try:
                 return original(engine, *given, **named)
@@ -176,8 +180,12 @@ class Calls:
 
         return step
 
+    @quietly
+    def _engine_scale(self) -> float:
+        return next((one.loss_scale() for one in self.watch.engines), 1.0)
+
     def _zero_grad(self, original: Function) -> Function:
-        watch = self._watch
+        watch = self.watch
 
         def zero_grad(owner: Any, *given: Any, **named: Any) -> Any:
             if not watch.listening or not watch.gradients.parameters:
@@ -191,7 +199,7 @@ class Calls:
         return zero_grad
 
     def _ignorable_zero_grad(self, original: Function) -> Function:
-        watch = self._watch
+        watch = self.watch
 
         def zero_grad(owner: Any, *given: Any, **named: Any) -> Any:
             everything = range(len(watch.gradients.parameters))
@@ -206,16 +214,15 @@ class Calls:
     # -- the edge -----------------------------------------------------------------------------------------
 
     def _clip(self, how: str, original: Function) -> Function:
-        watch = self._watch
+        watch = self.watch
 
-        def clip(parameters: Any, limit: Any, *given: Any, **named: Any) -> Any:
+        def clip(parameters: Any, *given: Any, **named: Any) -> Any:
             listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             concerned = watch.those_with(listed) if watch.listening else ()
             if not concerned:
-                return original(listed, limit, *given, **named)
-            result, before, after = self._updates.touch(
-                listed, lambda: original(listed, limit, *given, **named)
-            )
+                return original(listed, *given, **named)
+            result, before, after = self._updates.touch(listed, lambda: original(listed, *given, **named))
+            limit = given[0] if given else named.get("max_norm", named.get("clip_value"))
             watch.tell(
                 "clip", optimizers=concerned, before=before, after=after, value=limit, detail=f"by {how}"
             )
@@ -226,14 +233,14 @@ class Calls:
     def _scale(self, original: Function) -> Function:
         def scale(owner: Any, outputs: Any) -> Any:
             result = original(owner, outputs)
-            if self._watch.here and owner.is_enabled() and owner._scale is not None:
+            if self.watch.here and owner.is_enabled() and owner._scale is not None:
                 self._backwards.loss_scale = owner._scale.detach().clone()
             return result
 
         return scale
 
     def _unscale(self, original: Function) -> Function:
-        watch = self._watch
+        watch = self.watch
 
         def unscale_(owner: Any, optimizer: Any) -> Any:
             if not watch.listening or not owner.is_enabled():
@@ -248,7 +255,7 @@ class Calls:
         return unscale_
 
     def _scaler_step(self, original: Function) -> Function:
-        watch = self._watch
+        watch = self.watch
 
         def step(owner: Any, optimizer: Any, *given: Any, **named: Any) -> Any:
             if not watch.listening or not owner.is_enabled():
@@ -267,14 +274,14 @@ class Calls:
     def _scaler_update(self, original: Function) -> Function:
         def update(owner: Any, *given: Any, **named: Any) -> Any:
             result = original(owner, *given, **named)
-            if self._watch.here and owner.is_enabled() and owner._scale is not None:
-                self._watch.tell("scale_update", value=owner._scale.detach().clone())
+            if self.watch.here and owner.is_enabled() and owner._scale is not None:
+                self.watch.tell("scale_update", value=owner._scale.detach().clone())
             return result
 
         return update
 
     def _schedule(self, original: Function) -> Function:
-        watch = self._watch
+        watch = self.watch
 
         def step(owner: Any, *given: Any, **named: Any) -> Any:
             self._moving += 1
@@ -287,9 +294,9 @@ class Calls:
                 optimizer = getattr(owner, "optimizer", None)
                 groups = getattr(optimizer, "param_groups", None) or [{}]
                 concerned = watch.those_with(_parameters_of(optimizer))
-                watch.tell(
-                    "schedule", optimizers=concerned, value=groups[0].get("lr"), detail=type(owner).__name__
-                )
+                rate = groups[0].get("lr")
+                rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
+                watch.tell("schedule", optimizers=concerned, value=rate, detail=type(owner).__name__)
             return result
 
         return step
@@ -297,8 +304,8 @@ class Calls:
     def _average(self, original: Function) -> Function:
         def update_parameters(owner: Any, *given: Any, **named: Any) -> Any:
             result = original(owner, *given, **named)
-            if self._watch.here:
-                self._watch.tell("average", detail=f"{type(owner).__name__}.update_parameters()")
+            if self.watch.here:
+                self.watch.tell("average", detail=f"{type(owner).__name__}.update_parameters()")
             return result
 
         return update_parameters
@@ -307,29 +314,34 @@ class Calls:
 
     def _pass_begins(self, original: Function) -> Function:
         def begin(owner: Any) -> Any:
-            if self._watch.here:
-                self._watch.tell("pass", value=1.0, detail=_called(owner))
+            if self.watch.here:
+                self.watch.tell("pass", value=1.0, detail=self._called(owner))
             return original(owner)
 
         return begin
+
+    def _called(self, loader: Any) -> str:
+        """Class and number of a loader; its length is not asked for, as that may run code or fail."""
+        number = self._loaders.setdefault(id(loader), len(self._loaders) + 1)
+        return f"{type(loader).__name__} {number}"
 
     def _pass_goes_on(self, original: Function) -> Function:
         def advance(owner: Any) -> Any:
             try:
                 return original(owner)
             except StopIteration:
-                if self._watch.here:
-                    self._watch.tell("pass", value=0.0)
+                if self.watch.here:
+                    self.watch.tell("pass", value=0.0)
                 raise
 
         return advance
 
     def _reduce(self, name: str, original: Function) -> Function:
-        watch = self._watch
+        watch = self.watch
 
         def reduce(*given: Any, **named: Any) -> Any:
             tensors = [value for value in (*given, *named.values()) if isinstance(value, Tensor)]
-            concerned = self._updates.those_reduced(tensors) if watch.listening else ()
+            concerned = self._updates.those_reduced(tensors) or () if watch.listening else ()
             if not concerned:
                 result = original(*given, **named)
                 if name == "all_reduce" and watch.listening and self._updates.are_weights(tensors):
@@ -355,10 +367,3 @@ def _parameters_of(owner: Any) -> list[Tensor]:
     if isinstance(owner, nn.Module):
         return list(owner.parameters())
     return [parameter for group in getattr(owner, "param_groups", ()) for parameter in group["params"]]
-
-
-def _called(loader: Any) -> str:
-    try:
-        return f"{type(loader).__name__} of {len(loader)} batches"
-    except TypeError:
-        return type(loader).__name__

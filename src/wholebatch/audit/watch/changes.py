@@ -34,6 +34,11 @@ class ParametersBetween:
         """A step may have changed them: the next look begins anew."""
         self._before = None
 
+    def release(self) -> None:
+        """Hold nothing any longer."""
+        self._gradients = Gradients()
+        self._before = None
+
     def __call__(self) -> Callable[[], Event | None] | None:
         """Look, and return what tells (later) whether anything changed."""
         plain = [p for p in self._gradients.parameters if self._gradients.pieces(p) is None]
@@ -87,6 +92,7 @@ class AveragesBetween:
 
     def release(self) -> None:
         """Hold nothing any longer."""
+        self._gradients = Gradients()
         self._found.clear()
         self._before.clear()
 

@@ -71,6 +71,8 @@ class Gradients:
         # and how what it gets becomes the parameter's own
         self.receivers: Callable[[], Iterable[Receiver]] = tuple
         self.delivered = PendingSketches()
+        # what could not be sketched, and why
+        self.failures: list[str] = []
         self._index: dict[int, int] = {}
         self._sketcher = Sketcher()
         self._seen: list[tuple[int, int]] = []
@@ -181,16 +183,20 @@ class Gradients:
             gradient = gradients[0]
             if gradient is None or gradient.numel() == 0:
                 return
-            with contextlib.suppress(Exception), torch.no_grad():
-                if cut is not None:
-                    gradient = cut(self.parameters[index], gradient)
-                self.delivered.add(index, self._sketcher.whole(gradient))
-                if gradient.dtype in _LOW_PRECISION and gradient.layout == torch.strided:
-                    sample = _sample(gradient)
-                    before = self._low_precision.get(index)
-                    self._low_precision[index] = sample if before is None else before + sample
+            try:
+                with torch.no_grad():
+                    self._take(index, gradient if cut is None else cut(self.parameters[index], gradient))
+            except Exception as error:  # this runs inside the loop's own backward
+                self.failures.append(f"a delivered gradient: {type(error).__name__}: {error}")
 
         return receive
+
+    def _take(self, index: int, gradient: Tensor) -> None:
+        self.delivered.add(index, self._sketcher.whole(gradient))
+        if gradient.dtype in _LOW_PRECISION and gradient.layout == torch.strided:
+            sample = _sample(gradient)
+            before = self._low_precision.get(index)
+            self._low_precision[index] = sample if before is None else before + sample
 
     def _piece(self, piece: Piece) -> Tensor:
         if piece.offsets is not None:

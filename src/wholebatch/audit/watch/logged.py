@@ -7,16 +7,20 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from wholebatch.audit.watch.patches import Patches
+from wholebatch.audit.watch.seen import quietly
 from wholebatch.audit.watch.watcher import Watch
 
 # a name with "loss" in it and the number that follows
 _LOSS = re.compile(
-    r"(?P<name>[\w/.-]*loss[\w/.-]*)['\"]?\s*[:=]?\s*(?P<number>[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)",
+    r"(?P<name>[\w/.-]{0,40}loss[\w/.-]{0,40})['\"]?\s*[:=]?\s*(?P<number>[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)",
     re.IGNORECASE,
 )
-# Pieces of one line, before it is read as it is.
+# Pieces of one line, before it is read as it is; and its characters that are read.
 _LONGEST_LINE = 100
+_READ_CHARACTERS = 4_000
 _NOT_OF_TRAINING = ("val", "eval", "test", "valid", "dev")
 
 
@@ -28,7 +32,7 @@ class Logged:
     """
 
     def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+        self.watch = watch
         self._patches = Patches()
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "__dict__"):
@@ -51,7 +55,7 @@ class Logged:
         def write(text: Any) -> Any:
             result = original(text)
             # print writes its arguments one by one
-            if isinstance(text, str) and self._watch.listening:
+            if isinstance(text, str) and self.watch.listening:
                 line.append(text)
                 if "\n" in text or "\r" in text or len(line) > _LONGEST_LINE:
                     self._read("".join(line))
@@ -60,7 +64,9 @@ class Logged:
 
         return write
 
+    @quietly
     def _read(self, text: str) -> None:
+        text = text[:_READ_CHARACTERS]
         for found in _LOSS.finditer(text) if "oss" in text else ():
             # "val loss 0.3": the word before it belongs to the name
             before = text[: found.start()].split()[-1:] if text[: found.start()].endswith(" ") else []
@@ -69,8 +75,9 @@ class Logged:
     def _adding(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def add_scalar(owner: Any, tag: Any, scalar_value: Any, *given: Any, **named: Any) -> Any:
             result = original(owner, tag, scalar_value, *given, **named)
-            if self._watch.here and "loss" in str(tag).lower():
-                self._tell(str(tag), scalar_value)
+            if self.watch.here and "loss" in str(tag).lower():
+                value = scalar_value.detach().clone() if isinstance(scalar_value, Tensor) else scalar_value
+                self._tell(str(tag), value)
             return result
 
         return add_scalar
@@ -79,4 +86,4 @@ class Logged:
         words = re.split(r"[\W_]+", name.lower())
         if not any(word.startswith(_NOT_OF_TRAINING) for word in words):
             # the number as it was written, so that the judge knows to how many digits
-            self._watch.tell("logged", value=number, detail=f"{name} {number}")
+            self.watch.tell("logged", value=number, detail=f"{name} {number}")

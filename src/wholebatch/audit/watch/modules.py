@@ -157,8 +157,8 @@ class Modules:
     def _multiplier(self, length: int, device: torch.device) -> Tensor:
         known = self._multipliers.get((length, device))
         if known is None:
-            generator = torch.Generator().manual_seed(90_003)
-            known = torch.randint(1, 2**62, (length,), generator=generator).to(device) | 1
+            generator = torch.Generator("cpu").manual_seed(90_003)
+            known = torch.randint(1, 2**62, (length,), generator=generator, device="cpu").to(device) | 1
             self._multipliers[length, device] = known
         return known
 

@@ -86,6 +86,9 @@ class Sketcher:
         return self._fold(part.view(-1, columns), start // columns, self._columns(rows, columns, part))
 
     def _fold(self, matrix: Tensor, first_row: int, u: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(matrix.device.type):
+            with torch.autocast(matrix.device.type, enabled=False):
+                return self._fold(matrix, first_row, u)
         by_row = matrix @ u
         rows = self._rows(first_row + matrix.shape[0], matrix)[first_row : first_row + matrix.shape[0]]
         return by_row[:, 0] @ rows if u.shape[1] == 1 else (by_row * rows).sum(0)
@@ -105,9 +108,9 @@ class Sketcher:
         if kept is None or kept.shape[0] < length:
             # a prefix of the same sequence whatever the length; a generator of its own, so that the
             # loop's random numbers stay what they are
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator("cpu").manual_seed(seed)
             size = (_rounded(max(length, 4_096)), width)
-            longer = torch.randn(size, generator=generator, dtype=torch.float64)
+            longer = torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
             kept = self._kept[key] = longer.to(device=like.device, dtype=like.dtype)
         return kept
 

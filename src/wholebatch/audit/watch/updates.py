@@ -79,6 +79,12 @@ class Updates:
         self.replays.gradients_read()
         watch.record(self._stepped(optimizer, seen, loss_scale, skipped))
 
+    def release(self) -> None:
+        """Hold nothing any longer."""
+        self.open.clear()
+        self.between.clear()
+        self.after_update.clear()
+
     def look_back(self) -> None:
         """Note which graphs and outputs of this window's backwards are still alive."""
         for backward in self.open:
@@ -236,11 +242,16 @@ class Updates:
         if share > _ALL:
             self.watch.gradients.forget_low_precision()
 
+    @quietly
     def those_reduced(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """The optimizers whose gradients these tensors are, or are a flat copy of."""
         watched = self.watch.gradients.parameters
-        held = {p.grad.data_ptr(): index for index, p in enumerate(watched) if p.grad is not None}
-        found = {held[t.data_ptr()] for t in tensors if t.data_ptr() in held}
+        held = {
+            p.grad.data_ptr(): index
+            for index, p in enumerate(watched)
+            if p.grad is not None and p.grad.layout == torch.strided
+        }
+        found = {held[t.data_ptr()] for t in tensors if t.layout == torch.strided and t.data_ptr() in held}
         sizes = {t.numel() for t in tensors if t.is_floating_point()}
         return tuple(
             number
@@ -249,6 +260,7 @@ class Updates:
             or sum(watched[index].numel() for index in seen.parameters) in sizes
         )
 
+    @quietly
     def are_weights(self, tensors: Sequence[Tensor]) -> bool:
         """Whether one of these tensors is the first watched parameter itself: its replicas are averaged."""
         first = self.watch.gradients.parameters[:1]

@@ -112,6 +112,7 @@ class Watch:
         if self.listening:
             self._events.append(event)
 
+    @quietly
     def tell(
         self,
         kind: EventKind,
@@ -272,7 +273,7 @@ class Watch:
             num_skipped_updates=self.skip_updates,
             ended=ended,
             failure=failure,
-            unseen=tuple(dict.fromkeys([*self._unseen, *self._unseen_by_engines()])),
+            unseen=tuple(dict.fromkeys([*self._unseen, *gradients.failures, *self._unseen_by_engines()])),
         )
         # a wrapped model kept beyond its process group can abort the process
         self.gradients = Gradients()

@@ -179,7 +179,7 @@ def test_weights_that_are_averaged_over_ranks_are_seen_once(monkeypatch, name, t
     monkeypatch.setattr(torch.distributed, name, lambda _: None)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = Watching()
+    watching = Watching(search=True)
     averaged(name, model, optimizer)
     events = [event for event in watching.end().events if event.kind in ("parameters_changed", "step")]
     assert [event.kind for event in events] == ["step", *["parameters_changed"] * times] * 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from audit_judgements import COST, NOTE, TOTAL, UNEQUAL, judgement
+from audit_judgements import COST, NOTE, TOTAL, UNEQUAL, judgement, place
 from audit_traces import event
 from wholebatch.audit.judge.evidence import Judgement, Window
 from wholebatch.audit.picture import num_micro_batches, window_picture
@@ -110,7 +110,7 @@ def test_a_script_that_failed_before_any_update_begins_with_that():
         "watched 0 updates of SGD",
         "not judged: no optimizer stepped while the script was watched; 2 backwards were seen",
     ]
-    failed["failure"] = "ValueError: no data\n  in it\nat train.py:7"
+    failed["failure"] = "ValueError: no data \n  in it\nat train.py:7"
     lines = report_text(nothing_seen(judgement(verdict="not_judged", **failed))).splitlines()
     assert lines[0] == "The script failed: ValueError: no data ... at train.py:7"
     assert lines[2:5] == ["the script failed: ValueError: no data", "  in it", "at train.py:7"]
@@ -370,6 +370,15 @@ def test_each_finding_says_what_where_effect_mend_and_page(width):
     # its cause is mended, not the consequence
     assert "it follows from unequal_item_weights" in second
     assert "Divide once." not in second
+
+
+def test_a_long_line_of_code_keeps_its_indentation_where_it_is_broken():
+    code = "loss = " + " + ".join(f"torch.nn.functional.cross_entropy(outputs[{i}], y)" for i in range(3))
+    odd = replace(UNEQUAL, place=place(27, code=code))
+    lines = report_text(judgement(num_updates=2, findings=[odd], verdict="findings"), 80).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("  where"))
+    assert [len(line) - len(line.lstrip()) for line in lines[at + 1 : at + 4]] == [12, 12, 12]
+    assert " ".join(line.strip() for line in lines[at + 1 : at + 4]).startswith(code)
 
 
 def test_the_tally_counts_causes():

@@ -48,7 +48,7 @@ def failed_words(evidence: Evidence) -> str | None:
     applied = num_applied(evidence)
     after = f" after {number_of(applied, 'update')}" if applied else ""
     lines = (trace.failure or "").splitlines()
-    said = [f": {printable(lines[0])}"] if lines else []
+    said = [f": {printable(lines[0]).rstrip()}"] if lines else []
     if len(lines) > 1:
         said.append(f" ... {printable(lines[-1])}" if lines[-1].startswith("at ") else " ...")
     return f"{who} {_how(trace)}{after}{''.join(said)}"

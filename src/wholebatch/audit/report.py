@@ -304,13 +304,11 @@ def _facts(finding: Finding) -> Iterable[tuple[str, RenderableType]]:
     yield "page", Text(page_of(finding.kind))
 
 
-def _where(place: Place) -> Text:
-    text = Text(printable(place), style="cyan")
+def _where(place: Place) -> Group:
+    line = Text(printable(place), style="cyan")
     if place.function and place.function != "<module>":
-        text.append(f" in {printable(place.function)}", style="default")
-    if place.code:
-        text.append(f"\n  {printable(place.code)}", style="default")
-    return text
+        line.append(f" in {printable(place.function)}", style="default")
+    return Group(line, *([Padding(Text(printable(place.code)), (0, 0, 0, 2))] if place.code else []))
 
 
 def _code_kept(text: str) -> Group:

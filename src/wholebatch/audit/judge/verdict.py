@@ -143,7 +143,8 @@ def _verdict(evidence: Evidence, findings: Sequence[Finding]) -> Verdict:
     if any(w.optimizer == 0 for w in unknown) and judged_by_replay(evidence):
         unknown = [w for w in unknown if w.optimizer != 0]
     stalled = any(trace.ended == "stalled" for trace in evidence.traces)
-    return "not_judged" if unknown or not audited or stalled else "clean"
+    unseen = any(trace.unseen for trace in evidence.traces)
+    return "not_judged" if unknown or not audited or stalled or unseen else "clean"
 
 
 def _has_micro_batches(window: Window) -> bool:

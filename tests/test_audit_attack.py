@@ -172,3 +172,22 @@ def test_a_divisor_that_stays_when_the_number_of_micro_batches_grows(later: floa
     assert [(f.kind, f.factor) for f in found] == [
         (kind, pytest.approx(factor)) for kind, factor in expected
     ]
+
+
+def test_loss_weights_are_told_where_gradients_are_made_of_more() -> None:
+    def loop() -> None:
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(8):
+            size = 3 + 5 * (number % 2)
+            (F.cross_entropy(model(torch.randn(size, 6)), torch.randint(0, 4, (size,))) / 2).backward()
+            if number % 2:
+                for parameter in model.parameters():
+                    parameter.grad += 0.05 * torch.randn_like(parameter)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    judgement = judge([watched(loop)])
+    assert judgement.verdict == "not_judged"
+    (found,) = [f for f in judgement.findings if f.kind == "unequal_item_weights"]
+    assert (found.severity, found.across, round(found.ratio or 0.0, 3)) == ("note", "micro_batches", 2.667)

@@ -39,7 +39,9 @@ def unequal_item_weights(evidence: Evidence) -> Iterable[Finding]:
             for across, ratio in _spread(window, term)
         ]
         if not seen:
-            yield from _divided_by_another(evidence, optimizer)
+            yield from list(_unequal_as_far_as_known(evidence, optimizer)) or _divided_by_another(
+                evidence, optimizer
+            )
             continue
         # the first of those that show it best
         best = max(entry[3] for entry in seen)
@@ -54,6 +56,27 @@ def unequal_item_weights(evidence: Evidence) -> Iterable[Finding]:
             across=across,
         )
         yield replace(found, ratio=ratio)
+
+
+def _unequal_as_far_as_known(evidence: Evidence, optimizer: int) -> Iterable[Finding]:
+    """Loss weights that differ where kappa is not known: what is done to gradients later may mend it."""
+    for window in applied_windows(evidence, optimizer):
+        for term in window.relative_terms:
+            spreads = [(a, ratio) for a, ratio in _spread(window, term) if a != "replicas"]
+            if spreads:
+                across, ratio = spreads[0]
+                found = finding(
+                    evidence,
+                    "unequal_item_weights",
+                    [window],
+                    f"In update {window.index}, as far as the loss tells (what was done to gradients after it "
+                    f"could not be told), {_unequal_text(term, across, ratio)}.",
+                    severity="note",
+                    place=term.site,
+                    across=across,
+                )
+                yield replace(found, ratio=ratio)
+                return
 
 
 def _spread(window: Window, term: TermWeights) -> Iterator[tuple[Across, float]]:

@@ -157,7 +157,7 @@ def exit_code_of(judgement: Judgement) -> int:
         judgement: of the audit.
 
     Returns:
-        0, 1 or 3. A script that failed before its first update was watched gives 3.
+        0, 1 or 3; a script's own failure is added by the caller.
     """
     if any(finding.severity == "wrong" for finding in judgement.findings):
         return WRONG

@@ -69,7 +69,7 @@ def clip_inside_window(evidence: Evidence) -> Iterable[Finding]:
                 evidence,
                 "clip_inside_window",
                 list({w.index: w for w, _ in seen}.values()),
-                f"{updates_text([window])}, gradients were clipped{_cap(event)} {plural(clips, 'time')} "
+                f"{updates_text([window])}, gradients were clipped {plural(clips, 'time')}{_cap(event)} "
                 f"before all "
                 f"micro-batches had been added.",
                 place=event.place,

@@ -69,8 +69,8 @@ def _unequal_as_far_as_known(evidence: Evidence, optimizer: int) -> Iterable[Fin
                     evidence,
                     "unequal_item_weights",
                     [window],
-                    f"In update {window.index}, as far as the loss tells (what was done to gradients after it "
-                    f"could not be told), {_unequal_text(term, across, ratio)}.",
+                    f"In update {window.index}, as far as the loss tells (what was done to gradients "
+                    f"after it could not be told), {_unequal_text(term, across, ratio)}.",
                     severity="note",
                     place=term.site,
                     across=across,

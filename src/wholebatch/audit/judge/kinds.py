@@ -253,8 +253,7 @@ _TABLE = (
         mends={
             "": (
                 "Call optimizer.zero_grad() right before this window's first backward, or detach what the"
-                " other loss passes through; for probes use torch.autograd.grad, which leaves .grad "
-                "alone."
+                " other loss passes through; for probes use torch.autograd.grad, which leaves .grad alone."
             ),
             "lightning": (
                 "Use self.toggle_optimizer(optimizer) and optimizer.zero_grad() before "

@@ -24,7 +24,8 @@ USUAL_NORMS = (0.05, 0.1, 0.25, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0)
 
 
 def _cap(event: Event) -> str:
-    return "" if event.value is None else f" to {number(event.value)}"
+    norm = "a norm of " if "norm" in event.detail else ""
+    return "" if event.value is None else f" to {norm}{number(event.value)}"
 
 
 def _clips(window: Window) -> Iterator[tuple[int, int, Event]]:
@@ -47,8 +48,7 @@ def clip_to_negative_norm(evidence: Evidence) -> Iterable[Finding]:
                 "clip_to_negative_norm",
                 list({w.index: w for w, _ in seen}.values()),
                 f"{updates_text([window])}, gradients were clipped{_cap(event)}, a negative norm: their "
-                f"sign was "
-                f"flipped.",
+                f"sign was flipped.",
                 place=event.place,
             )
 
@@ -70,8 +70,7 @@ def clip_inside_window(evidence: Evidence) -> Iterable[Finding]:
                 "clip_inside_window",
                 list({w.index: w for w, _ in seen}.values()),
                 f"{updates_text([window])}, gradients were clipped {plural(clips, 'time')}{_cap(event)} "
-                f"before all "
-                f"micro-batches had been added.",
+                f"before all micro-batches had been added.",
                 place=event.place,
             )
 
@@ -124,8 +123,7 @@ def clip_before_unscale(evidence: Evidence) -> Iterable[Finding]:
                 "clip_before_unscale",
                 [w for w, _ in seen],
                 f"{updates_text([window])}, gradients were clipped{_cap(event)} while they still held "
-                f"the loss scale "
-                f"of {number(scale)}.",
+                f"the loss scale of {number(scale)}.",
                 place=event.place,
             )
 

@@ -149,8 +149,7 @@ def _overlap(evidence: Evidence, applied: Sequence[Window]) -> Iterable[Finding]
                 "duplicate_samples",
                 [window],
                 f"{updates_text([window])}, {plural(shared, 'sample')} of one replica were on another as "
-                f"well: "
-                f"samplers repeat some to fill up the last batch of a pass.",
+                f"well: samplers repeat some to fill up the last batch of a pass.",
                 severity="note",
                 place=place_of(micro_batches[0]),
             )
@@ -284,8 +283,8 @@ def coupled_samples(evidence: Evidence) -> Iterable[Finding]:
                 "coupled_samples",
                 windows,
                 f"{updates_text([first])}, each sample is compared with the {sizes[0]} of its own "
-                f"micro-batch only: "
-                f"the {seen_micro_batches(first)} micro-batches see none of each other's.",
+                f"micro-batch only: the "
+                f"{seen_micro_batches(first)} micro-batches see none of each other's.",
                 place=place_of(_squares(first)[0]),
             )
 

@@ -33,8 +33,7 @@ def never_cleared(evidence: Evidence) -> Iterable[Finding]:
         "never_cleared",
         "never cleared",
         "gradients are never cleared between steps: the optimizer read {now} of this update and {before} "
-        "of "
-        "earlier ones",
+        "of earlier ones",
     )
 
 
@@ -109,8 +108,7 @@ def _heeded_last(evidence: Evidence) -> Iterable[Finding]:
             "clear_ignored",
             windows,
             f"{updates_text([first])}, zero_grad is called at each micro-batch, ignored until the last, "
-            f"and "
-            f"there it deletes what {plural(seen_micro_batches(first) - 1, 'micro-batch')} brought.",
+            f"and there it deletes what {plural(seen_micro_batches(first) - 1, 'micro-batch')} brought.",
             place=event.place,
         )
 
@@ -182,8 +180,7 @@ def stale_gradients(evidence: Evidence) -> Iterable[Finding]:
             "stale_gradients",
             [w for w, _ in found],
             f"{updates_text([window])}, the optimizer also read {plural(len(stale), 'gradient')} {what} "
-            f"that "
-            f"had not been cleared.",
+            f"that had not been cleared.",
             place=place_of(stale[0]),
         )
 

@@ -45,8 +45,7 @@ def schedule_inside_window(evidence: Evidence) -> Iterable[Finding]:
             "schedule_inside_window",
             windows,
             f"{updates_text([window])}, the learning rate moved {plural(times, 'time')} between "
-            f"backwards of the "
-            f"same update.",
+            f"backwards of the same update.",
             place=place,
         )
 
@@ -122,8 +121,7 @@ def schedule_on_skipped_update(evidence: Evidence) -> Iterable[Finding]:
             "schedule_on_skipped_update",
             skipped,
             f"{updates_text(skipped)} the optimizer was left alone because of an overflow, and the "
-            f"schedule moved "
-            f"all the same.",
+            f"schedule moved all the same.",
             severity="note" if event.through in OWN_SCHEDULES else "wrong",
             place=event.place,
         )
@@ -179,8 +177,8 @@ def average_inside_window(evidence: Evidence) -> Iterable[Finding]:
             "average_inside_window",
             windows,
             f"{updates_text([window])}, the average of the weights moved {plural(times, 'time')} before "
-            f"the weights "
-            f"did: an update has {plural(meant_micro_batches(evidence, optimizer), 'micro-batch')}.",
+            f"the weights did: an update has "
+            f"{plural(meant_micro_batches(evidence, optimizer), 'micro-batch')}.",
             place=event.place,
         )
 

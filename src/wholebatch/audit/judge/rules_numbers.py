@@ -43,8 +43,7 @@ def memory_grows(evidence: Evidence) -> Iterable[Finding]:
             "memory_grows",
             windows,
             f"{updates_text([first])}, {what} of {plural(len(alive), 'earlier micro-batch')} were still "
-            f"held when the "
-            f"optimizer stepped.",
+            f"held when the optimizer stepped.",
             place=place_of(alive[0]),
         )
 
@@ -70,8 +69,7 @@ def _one_backward(evidence: Evidence, optimizer: int) -> Iterable[Finding]:
             "memory_grows",
             [w for w, _ in found],
             f"{updates_text([window])}, one backward served {m.backward.num_forwards} forwards: the "
-            f"activations of "
-            f"all of them were held at once.",
+            f"activations of all of them were held at once.",
             place=place_of(m),
         )
 
@@ -119,8 +117,7 @@ def low_precision_accumulation(evidence: Evidence) -> Iterable[Finding]:
             "low_precision_accumulation",
             [window],
             f"{updates_text([window])}, {plural(seen_micro_batches(window), 'micro-batch')} were added "
-            f"up in {dtype} "
-            f"with a relative error of {error:.1e}.",
+            f"up in {dtype} with a relative error of {error:.1e}.",
             severity="cost" if error > WORTH_MENDING else "note",
             place=place_of(m),
         )
@@ -169,8 +166,7 @@ def logged_loss_differs(evidence: Evidence) -> Iterable[Finding]:
                 "logged_loss_differs",
                 [w for w, _ in readings],
                 f"{updates_text([window])}, the loss that was logged is {name}: {number(matches[name])} "
-                f"where the "
-                f"update's loss per item is {number(matches['truth'])}.",
+                f"where the update's loss per item is {number(matches['truth'])}.",
                 place=getattr(_logged_once(evidence, window), "place", None),
             )
 

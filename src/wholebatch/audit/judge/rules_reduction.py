@@ -54,8 +54,8 @@ def not_reduced(evidence: Evidence) -> Iterable[Finding]:
             "not_reduced",
             windows,
             f"{updates_text([first])}, the {len(first.edges)} ranks stepped on different gradients: "
-            f"those{some} "
-            f"were never combined{', as the model was called past its wrapper' if past else ''}.",
+            f"those{some} were never "
+            f"combined{', as the model was called past its wrapper' if past else ''}.",
             severity="note" if averages_weights(evidence, optimizer) else "wrong",
             place=place_of(micro_batches[-1]) if micro_batches else None,
         )
@@ -137,8 +137,7 @@ def forward_outside_scope(evidence: Evidence) -> Iterable[Finding]:
             "forward_outside_scope",
             windows,
             f"{updates_text([first])}, {plural(len(outside), 'backward')} ran where the reduction is "
-            f"held back and "
-            f"reduced all the same: their forwards ran outside.",
+            f"held back and reduced all the same: their forwards ran outside.",
             place=_forward_place(evidence, outside[0]) or place_of(outside[0]),
         )
 
@@ -178,8 +177,7 @@ def reduced_every_micro_batch(evidence: Evidence) -> Iterable[Finding]:
             "reduced_every_micro_batch",
             windows,
             f"{updates_text([first])}, each of the {seen_micro_batches(first)} micro-batches combined "
-            f"its gradients "
-            f"over the replicas; once per update is enough.{by_design}",
+            f"its gradients over the replicas; once per update is enough.{by_design}",
             severity="note" if sharded else "cost",
             place=place_of(early[0]),
         )

@@ -63,8 +63,8 @@ def replayed_unequal(evidence: Evidence) -> Iterable[Finding]:
                 "unequal_item_weights",
                 [window],
                 f"In update {window.index}, replayed as one big batch, the gradient is "
-                f"{replayed.difference:.0%} away "
-                f"from every multiple of the big batch's: micro-batches do not count by their items.",
+                f"{replayed.difference:.0%} away from every multiple of the big batch's: micro-batches do "
+                f"not count by their items.",
                 across="micro_batches",
             )
             return
@@ -90,8 +90,7 @@ def replayed_total(evidence: Evidence) -> Iterable[Finding]:
                 "total_weight",
                 [window],
                 f"In update {window.index}, replayed as one big batch, the optimizer read "
-                f"{number(factor)} times the "
-                f"big batch's gradient.",
+                f"{number(factor)} times the big batch's gradient.",
                 factor=factor,
             )
             return

@@ -124,8 +124,7 @@ def optimizer_without_gradients(evidence: Evidence) -> Iterable[Finding]:
             "optimizer_without_gradients",
             windows,
             f"{updates_text([first])}, {name} stepped and none of its {plural(parameters, 'parameter')} "
-            f"had a "
-            f"gradient{' other than zero' if zero else ''}.",
+            f"had a gradient{' other than zero' if zero else ''}.",
             severity="note" if zero or unseen else "wrong",
             place=step_place(first),
         )

@@ -132,10 +132,8 @@ def tail_carried_over(evidence: Evidence) -> Iterable[Finding]:
             "tail_carried_over",
             carried,
             f"{updates_text([window])}, {plural(seen_micro_batches(window), 'micro-batch')} were stepped "
-            f"on at "
-            f"once where {usual} make an update: {seen_micro_batches(window) - usual} were left over "
-            f"from the "
-            f"pass before.",
+            f"on at once where {usual} make an update: {seen_micro_batches(window) - usual} were left over "
+            f"from the pass before.",
             factor=None if window.total is None else abs(window.total),
             place=place_of(own(window, rank)[0]),
         )
@@ -197,8 +195,7 @@ def tail_dropped(evidence: Evidence) -> Iterable[Finding]:
             "tail_dropped",
             windows,
             f"The last {plural(on_a_rank, 'micro-batch')} of a pass went through backward and were "
-            f"{where}: "
-            f"an update takes {usual}, and the rest was never stepped on.",
+            f"{where}: an update takes {usual}, and the rest was never stepped on.",
             place=place_of(dropped[0]),
         )
 

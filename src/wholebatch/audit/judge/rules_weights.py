@@ -193,8 +193,7 @@ def _unequal_text(term: TermWeights, across: Across, ratio: float) -> str:
     if (most, least) == (shortest, longest) or entries[most][0] < entries[least][0]:
         return (
             f"an item of the shortest micro-batch ({number(entries[most][0])} items) counts {times} "
-            f"times an "
-            f"item of the longest ({number(entries[least][0])} items)"
+            f"times an item of the longest ({number(entries[least][0])} items)"
         )
     first, second = most[1] + 1, least[1] + 1
     return f"an item of micro-batch {first} counts {times} times an item of micro-batch {second}"
@@ -223,8 +222,7 @@ def _divided_by_another(evidence: Evidence, optimizer: int) -> Iterable[Finding]
                 [w for w, *_ in pairs],
                 f"The {number(term.num_units)} items of the further term {term.key} are divided by the "
                 f"{number(main.num_units)} items of the main one: its weight is {number(totals[0])} in "
-                f"update "
-                f"{window.index} and varies from {number(min(totals))} to {number(max(totals))}.",
+                f"update {window.index} and varies from {number(min(totals))} to {number(max(totals))}.",
                 severity="note" if over_more else "wrong",
                 place=term.site,
                 across="micro_batches",
@@ -321,8 +319,7 @@ def uncounted_items(evidence: Evidence) -> Iterable[Finding]:
             "uncounted_items",
             windows,
             f"{updates_text([first])}, {plural(len(lost), 'micro-batch')} of "
-            f"{everything}{_items_text(lost)}"
-            f" reached no gradient that the optimizer read.",
+            f"{everything}{_items_text(lost)} reached no gradient that the optimizer read.",
             severity="note" if by_hand or apart else "wrong",
             place=place_of(lost[0]),
         )

@@ -117,7 +117,7 @@ class Turns:
         batches = [batches_of(self._work, update), batches_of(self._work, update + 1)]
         with PeakTensorBytes(self._loop.model, self._loop.optimizer) as peak, ExitStack() as stack:
             if self._audit:
-                stack.callback(Watching(updates=AUDITED_UPDATES, replay=False).end)
+                stack.callback(Watching(updates=AUDITED_UPDATES, replay=False, search=True).end)
             for one in batches:
                 self._loop.run(one, nullcontext())
         return peak.counts
@@ -133,7 +133,9 @@ class Turns:
         if not self._left:
             self._left = 2 * AUDITED_UPDATES
             self._ended.clear()
-            self._watching = Watching(updates=AUDITED_UPDATES, replay=False, audited=self._ended.append)
+            self._watching = Watching(
+                updates=AUDITED_UPDATES, replay=False, search=True, audited=self._ended.append
+            )
         self._left -= 1
         return "audited" if self._left >= AUDITED_UPDATES else "after"
 

@@ -640,3 +640,21 @@ def test_updates_to_be_skipped_are_not_looked_at():
     trace = watched(lambda: plain_loop(3), skip_updates=2)
     assert len(of_kind(trace, "step")) == 1
     assert trace.num_skipped_updates == 2
+
+
+def test_a_wrapped_model_is_not_held(tmp_path):
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        watching = Watching()
+        outer = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(4, 3)))
+        held = [weakref.ref(outer), weakref.ref(outer[0])]
+        optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
+        accumulate(outer, 1)
+        optimizer.step()
+        del outer, optimizer
+        gc.collect()
+        assert [one() for one in held] == [None, None]
+        assert watching.end().unseen == ()
+    finally:
+        dist.destroy_process_group()

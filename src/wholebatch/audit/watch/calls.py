@@ -74,6 +74,7 @@ class Calls:
         if torch.distributed.is_available():
             for name in _COLLECTIVES:
                 wrap(torch.distributed, name, functools.partial(self._reduce, name))
+            wrap(torch.distributed, "destroy_process_group", self._group_ends)
         self.late()
 
     def remove(self) -> None:
@@ -335,6 +336,13 @@ class Calls:
                 raise
 
         return advance
+
+    def _group_ends(self, original: Function) -> Function:
+        def destroy_process_group(*given: Any, **named: Any) -> Any:
+            self.watch.group_ends()
+            return original(*given, **named)
+
+        return destroy_process_group
 
     def _reduce(self, name: str, original: Function) -> Function:
         watch = self.watch

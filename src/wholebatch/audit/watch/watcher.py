@@ -66,7 +66,10 @@ class Watch:
         self.stepping: list[OptimizerSeen] = []
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.engines: list[Engine] = []
-        self._wrappers: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
+        # held weakly too: a wrapper that is freed after its process group can hang or abort the process
+        self._wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.num_forwards = 0
         self.outputs: list[weakref.ref[Tensor]] = []
         self.skip_updates = skip_updates
@@ -217,8 +220,8 @@ class Watch:
             if index is not None:
                 self.gradients.names.setdefault(index, _plain(name))
         inside = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
-        if inside:
-            self._wrappers[module] = inside[0]
+        if inside and inside[0] is not module:
+            self._wrappers[module] = weakref.ref(inside[0])
         engine = engine_of(module)
         if engine is not None:
             self.engines.append(engine)
@@ -227,11 +230,22 @@ class Watch:
         """Whether the wrapper of these modules (of all models) was told not to reduce; None without one."""
         for module in list(self.models) if modules is None else modules:
             # the wrapper may be inside another library's
-            flag = getattr(self._wrappers.get(module, module), "require_backward_grad_sync", None)
+            inside = self._wrappers.get(module)
+            wrapper = module if inside is None else inside()
+            flag = getattr(wrapper, "require_backward_grad_sync", None)
             if isinstance(flag, bool):
                 return not flag
         told = [engine.holds_reduction() for engine in self.engines]
         return next((flag for flag in told if flag is not None), None)
+
+    @quietly
+    def group_ends(self) -> None:
+        """The process group is about to be destroyed: take what is known, and hold no wrapper beyond it."""
+        self.settle()
+        for what in self._unseen_by_engines():
+            self.cannot_see(what)
+        self.engines.clear()
+        self._wrappers.clear()
 
     def _receivers(self) -> list[Receiver]:
         return [(p, leaf, engine.own) for engine in self.engines for p, leaf in engine.receivers()]

@@ -191,3 +191,39 @@ def test_loss_weights_are_told_where_gradients_are_made_of_more() -> None:
     assert judgement.verdict == "not_judged"
     (found,) = [f for f in judgement.findings if f.kind == "unequal_item_weights"]
     assert (found.severity, found.across, round(found.ratio or 0.0, 3)) == ("note", "micro_batches", 2.667)
+
+
+class FusedMean(torch.autograd.Function):
+    """A fused cross entropy, as kernels have it: one number comes out, and nobody sees of how many."""
+
+    @staticmethod
+    def forward(ctx: object, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits, targets)  # type: ignore[attr-defined]
+        return F.cross_entropy(logits, targets)
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, targets = ctx.saved_tensors  # type: ignore[attr-defined]
+        wide = logits.softmax(1) - F.one_hot(targets, logits.shape[1])
+        return gradient * wide / len(targets), None
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_fused_loss_outside_any_module_is_judged_by_a_replay(divided: bool) -> None:
+    before = vars(torch.autograd.Function)["apply"]
+
+    def loop() -> None:
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(8):
+            loss = FusedMean.apply(model(torch.randn(4, 6)), torch.randint(0, 4, (4,)))
+            (loss / 2 if divided else loss).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    judgement = judge([watched(loop)])
+    found = [(f.kind, round(f.factor or 0.0, 3)) for f in judgement.findings if f.severity == "wrong"]
+    assert found == ([] if divided else [("total_weight", 2.0)])
+    assert judgement.verdict == ("clean" if divided else "findings")
+    assert vars(torch.autograd.Function)["apply"] is before

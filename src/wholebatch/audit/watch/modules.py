@@ -57,11 +57,11 @@ class Modules:
             if self._depth:
                 return original(module, *given, **named)
             self._begins(module, given)
-            self._depth += 1
+            self._depth = self._replays.inside = 1
             try:
                 output = original(module, *given, **named)
             finally:
-                self._depth -= 1
+                self._depth = self._replays.inside = 0
             self._ends(module, given, named, output)
             return output
 

@@ -26,6 +26,9 @@ class Replays:
     def __init__(self, watch: Watch, wanted: bool) -> None:
         self.watch = watch
         self._wanted = wanted
+        self._functions = _Functions(self)
+        # calls of modules that are running, told by whoever follows them
+        self.inside = 0
         self._unread = False
         self._capture: WindowCapture | None = None
         self._read: dict[str, Tensor] = {}
@@ -79,7 +82,9 @@ class Replays:
             if self._unread:
                 self._capture = WindowCapture()
                 self._capture.begin(list(watch.models), self._named())
+                self._functions.follow()
             return
+        self._functions.leave()
         capture, self._capture = self._capture, None
         try:
             with watch.paused(), torch.enable_grad():
@@ -92,10 +97,18 @@ class Replays:
 
     def release(self) -> None:
         """Hold nothing any longer."""
+        self._functions.leave()
         if self._capture is not None:
             self._capture.release()
         self._capture = None
         self._read.clear()
+
+    def stand_in(self, function: type[torch.autograd.Function]) -> nn.Module | None:
+        """What a function that is applied outside any module is captured as; None where it is not."""
+        wanted = (
+            self._capture is not None and not self.inside and self.watch.here and torch.is_grad_enabled()
+        )
+        return self._capture.stand_in(function) if wanted and self._capture is not None else None
 
     def _named(self) -> dict[str, nn.Parameter]:
         gradients = self.watch.gradients
@@ -104,3 +117,38 @@ class Replays:
             for index in self.watch.optimizers[0].parameters
             if isinstance(parameter := gradients.parameters[index], nn.Parameter)
         }
+
+
+class _Functions:
+    """Follows ``Function.apply`` while a window is captured: fused losses that no module calls.
+
+    Args:
+        replays: that are told.
+    """
+
+    def __init__(self, replays: Replays) -> None:
+        self._replays = replays
+        self._original: Any = None
+
+    def follow(self) -> None:
+        """Begin."""
+        original = self._original = vars(torch.autograd.Function)["apply"]
+        replays = self._replays
+
+        def apply(function: Any, *given: Any, **named: Any) -> Any:
+            call = original.__get__(None, function)
+            stand_in = None if torch.compiler.is_compiling() else replays.stand_in(function)
+            if stand_in is None:
+                return call(*given, **named)
+            replays.forward_begins(stand_in, given)
+            output = call(*given, **named)
+            replays.forward_called(stand_in, given, named, output)
+            return output
+
+        setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010 - a method, for mypy
+
+    def leave(self) -> None:
+        """Put it back."""
+        if self._original is not None:
+            setattr(torch.autograd.Function, "apply", self._original)  # noqa: B010
+        self._original = None

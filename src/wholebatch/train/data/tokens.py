@@ -139,9 +139,11 @@ def _marks(
             marked = loaded(probe, verbose=False)["input_ids"]
         except Exception:  # a tokenizer may raise at a text that it has no token for
             continue
-        for place in range(len(marked) - len(bare) + 1) if bare else ():
-            if marked[place : place + len(bare)] == bare:
-                return tuple(marked[:place]), tuple(marked[place + len(bare) :])
+        starts = range(len(marked) - len(bare) + 1) if bare else ()
+        places = [place for place in starts if marked[place : place + len(bare)] == bare]
+        # a mark itself is found twice, and says nothing of what is put around a text
+        if len(places) == 1:
+            return tuple(marked[: places[0]]), tuple(marked[places[0] + len(bare) :])
     raise UsageError(f"data.tokenizer: the tokenizer in {folder} makes no token of any text")
 
 
@@ -149,6 +151,7 @@ def _probes(loaded: Any) -> Iterator[str]:
     """Texts that may have a token: a letter, else the tokens themselves."""
     yield "a"
     special = set(loaded.all_special_ids)
-    for token, number in loaded.get_vocab().items():
+    # by number: the vocabulary itself comes in another order each time
+    for token, number in sorted(loaded.get_vocab().items(), key=lambda entry: entry[1]):
         if number not in special:
             yield token

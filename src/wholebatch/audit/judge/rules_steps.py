@@ -38,6 +38,9 @@ def _fewer_than_said(evidence: Evidence, optimizer: int) -> list[Finding]:
     meant = divided if is_inferred(evidence) else evidence.intent.micro_batches or 1
     short = [w for w in applied if seen_micro_batches(w) < meant]
     windows = [w for w in short if not ends_a_pass(evidence, w)]
+    only_last = [w.index for w in windows] == [w.index for w in applied[-1:]]
+    if only_last and len(windows) < len(short) and _watch_ended_first(evidence):
+        return []  # like the tails before it; whether a pass ended with it was not seen
     if not windows or not shows(short, applied) or _is_tail(evidence, applied, short, meant):
         return []
     if is_inferred(evidence) and all(_is_divided_twice(w) for w in windows):
@@ -56,6 +59,11 @@ def _fewer_than_said(evidence: Evidence, optimizer: int) -> list[Finding]:
             place=step_place(windows[0]),
         )
     ]
+
+
+def _watch_ended_first(evidence: Evidence) -> bool:
+    """Whether the watch ended with the last update, so that what came after it was not seen."""
+    return any(trace.ended == "audited" for trace in evidence.traces)
 
 
 def _is_tail(evidence: Evidence, applied: Sequence[Window], short: Sequence[Window], meant: int) -> bool:

@@ -209,3 +209,18 @@ def _accelerate(found: Found) -> Iterator[Intent]:
 def _fabric(found: Found) -> Iterator[Intent]:
     """Fabric leaves accumulation to the script."""
     return iter([Intent(source="Fabric", framework="fabric")] if found["fabric"] else [])
+
+
+def said_by_user(
+    micro_batches: int | None, global_batch_samples: int | None, *, names: tuple[str, str]
+) -> Intent | None:
+    """What the user said of an update; None where nothing was.
+
+    Args:
+        micro_batches, global_batch_samples: as in ``Intent``.
+        names: that these two have where the user gives them.
+    """
+    if micro_batches is None and global_batch_samples is None:
+        return None
+    source = names[0] if micro_batches is not None else names[1]
+    return Intent(micro_batches=micro_batches, global_batch_samples=global_batch_samples, source=source)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from wholebatch.audit.intent import said_by_user
 from wholebatch.audit.judge.evidence import Judgement
 from wholebatch.audit.judge.verdict import judge
-from wholebatch.audit.trace import Intent
 from wholebatch.audit.watching import Watching
 from wholebatch.whereabouts import told
 
@@ -44,15 +44,8 @@ def audit_loop(
 
     Exactness: the loop's own results are bit for bit those without the audit.
     """
-    flags = None
-    if expect_micro_batches is not None or expect_global_batch_samples is not None:
-        flags = Intent(
-            micro_batches=expect_micro_batches,
-            global_batch_samples=expect_global_batch_samples,
-            source="expect_micro_batches"
-            if expect_micro_batches is not None
-            else "expect_global_batch_samples",
-        )
+    names = ("expect_micro_batches", "expect_global_batch_samples")
+    flags = said_by_user(expect_micro_batches, expect_global_batch_samples, names=names)
     watching = Watching(updates=updates, skip_updates=skip_updates, flags=flags, replay=replay, search=True)
     try:
         train()

@@ -24,10 +24,11 @@ from wholebatch.audit.gather import (
     tell_ended,
     wait_until_ended,
 )
+from wholebatch.audit.intent import said_by_user
 from wholebatch.audit.judge.evidence import Judgement
 from wholebatch.audit.judge.verdict import judge
 from wholebatch.audit.stall import StallWatch
-from wholebatch.audit.trace import Intent, RankTrace
+from wholebatch.audit.trace import RankTrace
 from wholebatch.audit.watching import Watching
 from wholebatch.errors import JudgeError, UsageError
 from wholebatch.whereabouts import told
@@ -97,15 +98,8 @@ def audit_script(
         _check_module(script)
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script}; give the script to audit, or -m and a module's name")
-    flags = None
-    if expect_micro_batches is not None or expect_global_batch_samples is not None:
-        flags = Intent(
-            micro_batches=expect_micro_batches,
-            global_batch_samples=expect_global_batch_samples,
-            source="--expect-micro-batches"
-            if expect_micro_batches is not None
-            else "--expect-global-batch",
-        )
+    names = ("--expect-micro-batches", "--expect-global-batch")
+    flags = said_by_user(expect_micro_batches, expect_global_batch_samples, names=names)
     options: dict[str, Any] = {
         "updates": updates,
         "skip_updates": skip_updates,

@@ -248,6 +248,14 @@ class Event:
     gradient_norm: float | None = None
     gradient_dtype: str = "float32"
 
+    def concerns(self, optimizer: int) -> bool:
+        """Whether it is this optimizer's, or everybody's.
+
+        Args:
+            optimizer: its index.
+        """
+        return not self.optimizers or optimizer in self.optimizers
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Intent:

@@ -11,6 +11,8 @@ from wholebatch.audit.trace import Backward, Event, Forward, Intent, Place, Rank
 
 Severity = Literal["wrong", "cost", "note"]
 Verdict = Literal["clean", "findings", "not_judged"]
+# source of an intent that nobody stated
+INFERRED = "inferred from the loop"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

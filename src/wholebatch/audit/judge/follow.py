@@ -143,10 +143,6 @@ def _foreign(optimizer: int, own: Sequence[Waiting]) -> Iterable[int]:
             yield waiting.position
 
 
-def _concerns(event: Event, optimizer: int) -> bool:
-    return not event.optimizers or optimizer in event.optimizers
-
-
 def follow(trace: RankTrace) -> list[list[RankWindow]]:
     """Cut a trace into windows.
 
@@ -179,7 +175,7 @@ def follow(trace: RankTrace) -> list[list[RankWindow]]:
 
 def _apply(event: Event, position: int, trace: RankTrace, windows: Sequence[_Open]) -> None:
     for window in windows:
-        if not _concerns(event, window.optimizer):
+        if not event.concerns(window.optimizer):
             continue
         if event.kind == "clear" and (event.value is None or event.value >= ALL_CLEARED):
             window.clear()

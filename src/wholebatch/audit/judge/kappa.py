@@ -91,14 +91,10 @@ def candidates(windows: Mapping[int, RankWindow], optimizer: int) -> list[Candid
     return [candidate for candidate in found if candidate.waiting.backward.delivered]
 
 
-def _touches(event: Event, optimizer: int) -> bool:
-    return not event.optimizers or optimizer in event.optimizers
-
-
 def _tail(window: RankWindow, optimizer: int) -> list[Event]:
     """The events after the window's last backward that concern its optimizer, its step the last."""
     last = max((w.position for w in window.own), default=-1)
-    return [event for i, event in window.events if i > last and _touches(event, optimizer)]
+    return [event for i, event in window.events if i > last and event.concerns(optimizer)]
 
 
 def reading(window: RankWindow, optimizer: int, parameters: Sequence[int]) -> Sketches | None:
@@ -197,7 +193,7 @@ def _clips_between(window: RankWindow, optimizer: int, position: int) -> dict[in
     last = max((waiting.position for waiting in window.own), default=-1)
     factors: dict[int, float] = {}
     for at, event in window.events:
-        if event.kind != "clip" or "norm" not in event.detail or not _touches(event, optimizer):
+        if event.kind != "clip" or "norm" not in event.detail or not event.concerns(optimizer):
             continue
         if not position < at < last or not event.before or not event.after:
             continue

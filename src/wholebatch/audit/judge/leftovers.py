@@ -7,7 +7,6 @@ from typing import Literal
 from wholebatch.audit.judge.evidence import Evidence, MicroBatch, Window
 from wholebatch.audit.judge.follow import ALL_CLEARED
 from wholebatch.audit.judge.reading import (
-    concerns,
     trace_of,
 )
 from wholebatch.audit.trace import Event, Place
@@ -38,7 +37,7 @@ def leftover_of(evidence: Evidence, window: Window) -> Leftover:
     events = trace_of(evidence, carried[0].rank).events
     first = next((p for p, e in enumerate(events) if e.backward is not None), 0)
     events = events[first:]
-    clears = [e for e in events if e.kind == "clear" and concerns(e, window.optimizer) and _is_whole(e)]
+    clears = [e for e in events if e.kind == "clear" and e.concerns(window.optimizer) and _is_whole(e)]
     if clears:
         return "stepped early"
     unseen = any(trace.unseen for trace in evidence.traces)
@@ -64,5 +63,5 @@ def clears_between(
         if position < p < end
         and e.kind in ("clear", "clear_call")
         # an optimizer that never steps was cleared in place of this one
-        and (concerns(e, optimizer) or not active.intersection(e.optimizers))
+        and (e.concerns(optimizer) or not active.intersection(e.optimizers))
     ]

@@ -31,11 +31,6 @@ def cleared(window: Window, rank: int) -> list[MicroBatch]:
     return [m for m in own(window, rank) if was_cleared(window, m)]
 
 
-def surviving(window: Window, rank: int) -> list[MicroBatch]:
-    """Return those that were not."""
-    return kept(window, rank)
-
-
 def losses_of(evidence: Evidence, optimizer: int) -> Mapping[int, Loss]:
     """Return why backwards were cleared, by index of the update; updates that lost none are left out.
 
@@ -58,7 +53,7 @@ def losses_of(evidence: Evidence, optimizer: int) -> Mapping[int, Loss]:
 
 def ignored_clears(window: Window, rank: int) -> list[Event]:
     """Return calls of zero_grad inside this window, for its optimizer, that cleared nothing."""
-    stay = [m.position for m in surviving(window, rank) if m.kappa != 0]
+    stay = [m.position for m in kept(window, rank) if m.kappa != 0]
     return [
         event
         for position, event in window.events.get(rank, ())
@@ -83,14 +78,14 @@ def _num_cleared(window: Window) -> int:
 
 
 def _num_surviving(window: Window) -> int:
-    return max((len(surviving(window, rank)) for rank in window.micro_batches), default=0)
+    return max((len(kept(window, rank)) for rank in window.micro_batches), default=0)
 
 
 def _edge_between(window: Window) -> bool:
     """Whether on each rank a pass ends between what was cleared, all at once, and what survived."""
     for rank in window.micro_batches:
         lost = [m.position for m in cleared(window, rank)]
-        stay = [m.position for m in surviving(window, rank)]
+        stay = [m.position for m in kept(window, rank)]
         if not lost:
             continue
         clears = [p for p, e in window.events.get(rank, ()) if e.kind == "clear" and p > lost[0]]
@@ -102,7 +97,7 @@ def _edge_between(window: Window) -> bool:
 
 def _was_kept(window: Window, rank: int) -> bool:
     """Whether the optimizer read what was cleared all the same: a loop with sums of its own."""
-    lost, stay = cleared(window, rank), surviving(window, rank)
+    lost, stay = cleared(window, rank), kept(window, rank)
     end = window.edges.get(rank)
     if not lost or end is None or not end.before:
         return False

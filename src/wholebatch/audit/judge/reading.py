@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from wholebatch.audit.judge.evidence import Evidence, Finding, MicroBatch, Severity, Window
+from wholebatch.audit.judge.evidence import INFERRED, Evidence, Finding, MicroBatch, Severity, Window
 from wholebatch.audit.judge.kinds import KINDS
 from wholebatch.audit.judge.loops import loops_of
 from wholebatch.audit.trace import Event, EventKind, Place, RankTrace
@@ -21,7 +21,6 @@ Across = Literal["items", "micro_batches", "replicas"]
 FINE_TOLERANCE = 4e-3
 COARSE_TOLERANCE = 3e-2
 LARGE_NORM = 1e3  # a cap on the norm from here up, never reached, only measures
-INFERRED = "inferred"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +61,7 @@ def was_cleared(window: Window, micro_batch: MicroBatch) -> bool:
     """Whether a clear came after a backward that is lost; one scaled to nothing was not cleared."""
     events = window.events.get(micro_batch.rank, ())
     return micro_batch.lost == "cleared" and any(
-        e.kind == "clear" and p > micro_batch.position and concerns(e, window.optimizer) for p, e in events
+        e.kind == "clear" and p > micro_batch.position and e.concerns(window.optimizer) for p, e in events
     )
 
 
@@ -87,7 +86,7 @@ def seen_micro_batches(window: Window) -> int:
 
 def is_inferred(evidence: Evidence) -> bool:
     """Whether nobody said how many micro-batches an update should have."""
-    return evidence.intent.micro_batches is None or INFERRED in evidence.intent.source
+    return evidence.intent.micro_batches is None or evidence.intent.source == INFERRED
 
 
 def meant_micro_batches(evidence: Evidence, optimizer: int) -> int:
@@ -146,13 +145,8 @@ def events_of(window: Window, *kinds: EventKind) -> Iterator[tuple[int, int, Eve
     """Yield (rank, position, event) of some kinds that concern the window's optimizer."""
     for rank, events in window.events.items():
         for position, event in events:
-            if event.kind in kinds and concerns(event, window.optimizer):
+            if event.kind in kinds and event.concerns(window.optimizer):
                 yield rank, position, event
-
-
-def concerns(event: Event, optimizer: int) -> bool:
-    """Whether an event is this optimizer's, or everybody's."""
-    return not event.optimizers or optimizer in event.optimizers
 
 
 def events_between(window: Window, *kinds: EventKind) -> Iterator[Between]:

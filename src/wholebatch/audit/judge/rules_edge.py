@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from wholebatch.audit.judge.evidence import Evidence, Finding, MicroBatch, Window
 from wholebatch.audit.judge.leftovers import Leftover, carried_into, clears_between, leftover_of, step_place
-from wholebatch.audit.judge.losing import cleared, ignored_clears, losses_of, surviving
+from wholebatch.audit.judge.losing import cleared, ignored_clears, losses_of
 from wholebatch.audit.judge.reading import (
     applied_windows,
-    concerns,
     events_of,
     finding,
     frameworks,
@@ -116,13 +115,13 @@ def _heeded_last(evidence: Evidence) -> Iterable[Finding]:
 def _cleared_before_last(evidence: Evidence, window: Window) -> bool:
     """Whether a wrapper let through just the clear before the last micro-batch."""
     for rank in window.micro_batches:
-        lost, stay = cleared(window, rank), surviving(window, rank)
+        lost, stay = cleared(window, rank), kept(window, rank)
         if len(stay) != 1 or not lost or stay[0].position < lost[-1].position:
             return False
         inside = [
             e
             for p, e in window.events[rank]
-            if lost[0].position < p < stay[0].position and concerns(e, window.optimizer)
+            if lost[0].position < p < stay[0].position and e.concerns(window.optimizer)
         ]
         clears = [e for e in inside if e.kind == "clear"]
         ignored = any(e.kind == "clear_call" for e in inside)
@@ -142,7 +141,7 @@ def clear_inside_window(evidence: Evidence) -> Iterable[Finding]:
             continue
         first = windows[0]
         rank = next(r for r in first.micro_batches if cleared(first, r))
-        lost, stay = cleared(first, rank), surviving(first, rank)
+        lost, stay = cleared(first, rank), kept(first, rank)
         yield finding(
             evidence,
             "clear_inside_window",
@@ -154,7 +153,7 @@ def clear_inside_window(evidence: Evidence) -> Iterable[Finding]:
 
 
 def _some_survive(window: Window) -> bool:
-    return any(surviving(window, rank) for rank in window.micro_batches)
+    return any(kept(window, rank) for rank in window.micro_batches)
 
 
 def _clear_place(window: Window, lost: MicroBatch) -> Place | None:

@@ -11,7 +11,6 @@ from wholebatch.audit.judge.evidence import Evidence, Finding, Window
 from wholebatch.audit.judge.reading import (
     applied_windows,
     complete_windows,
-    concerns,
     events_between,
     finding,
     kept,
@@ -96,7 +95,7 @@ def _after_step(evidence: Evidence, window: Window, *kinds: EventKind) -> list[E
                 ),
                 len(events),
             )
-            return [e for e in events[:end] if e.kind in kinds and concerns(e, window.optimizer)]
+            return [e for e in events[:end] if e.kind in kinds and e.concerns(window.optimizer)]
     return []
 
 

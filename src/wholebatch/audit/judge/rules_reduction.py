@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from wholebatch.audit.judge.evidence import Evidence, Finding, MicroBatch, Window
+from wholebatch.audit.judge.leftovers import step_place
 from wholebatch.audit.judge.reading import (
     applied_windows,
     averages_weights,
@@ -43,7 +44,7 @@ def not_reduced(evidence: Evidence) -> Iterable[Finding]:
                 held,
                 f"{updates_text([first])}, the wrapper was told not to reduce in any of the "
                 f"{plural(seen_micro_batches(first), 'micro-batch')}: the optimizer had no gradients.",
-                place=_edge_place(first),
+                place=step_place(first),
             )
             continue
         micro_batches = [m for rank in first.micro_batches for m in own(first, rank)]
@@ -69,10 +70,6 @@ def _all_held_back(evidence: Evidence, window: Window) -> bool:
     held = [m for m in micro_batches if m.backward.holds_reduction and m.backward.delivered]
     nothing_read = all(not event.before for event in window.edges.values())
     return bool(micro_batches) and len(held) == len(micro_batches) and nothing_read
-
-
-def _edge_place(window: Window) -> Place | None:
-    return next((event.place for event in window.edges.values() if event.place is not None), None)
 
 
 def _reduced(window: Window) -> list[tuple[MicroBatch, bool]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from wholebatch.audit.judge.evidence import Evidence, MicroBatch, TermWeights, Window
+from wholebatch.audit.judge.evidence import INFERRED, Evidence, MicroBatch, TermWeights, Window
 from wholebatch.audit.judge.fits import num_directions
 from wholebatch.audit.judge.follow import RankWindow, Waiting, follow
 from wholebatch.audit.judge.kappa import Measured, clip_factor, is_low, measure
@@ -16,7 +16,6 @@ from wholebatch.audit.judge.loops import Site, loops_of
 from wholebatch.audit.judge.weights import LOW_TOLERANCE, TOLERANCE, entries, main_term, weigh
 from wholebatch.audit.trace import Intent, RankTrace, Sketches
 
-INFERRED = "inferred from the loop"
 _NOT_MEASURED = Measured(kappas={})
 
 

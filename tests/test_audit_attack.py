@@ -14,7 +14,7 @@ from test_audit_terms import SAMPLES, TARGETS, TOKENS, Problem, alike, level_of,
 from test_audit_watch import kinds, watched
 from wholebatch.audit.judge.evidence import Judgement
 from wholebatch.audit.judge.verdict import judge
-from wholebatch.audit.trace import SKETCH_WIDTH, Forward
+from wholebatch.audit.trace import SKETCH_WIDTH, Forward, Intent
 from wholebatch.audit.watch.sketch import Sketcher
 
 
@@ -227,3 +227,21 @@ def test_a_fused_loss_outside_any_module_is_judged_by_a_replay(divided: bool) ->
     assert found == ([] if divided else [("total_weight", 2.0)])
     assert judgement.verdict == ("clean" if divided else "findings")
     assert vars(torch.autograd.Function)["apply"] is before
+
+
+@pytest.mark.parametrize(("samples", "due"), [(16, ["step_inside_window"]), (4, []), (18, [])])
+def test_a_global_batch_that_is_said_in_samples_says_how_many_micro_batches(
+    samples: int, due: list[str]
+) -> None:
+    def loop() -> None:
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            F.cross_entropy(model(torch.randn(4, 6)), torch.randint(0, 4, (4,))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    flags = Intent(global_batch_samples=samples, source="--expect-global-batch")
+    judgement = judge([watched(loop, flags=flags)])
+    assert [f.kind for f in judgement.findings if f.severity == "wrong"] == due
+    assert judgement.evidence.intent.micro_batches == (4 if samples == 16 else 1)

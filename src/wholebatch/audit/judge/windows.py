@@ -223,11 +223,26 @@ def _unread(own: Sequence[MicroBatch]) -> str | None:
 def _intent(traces: Sequence[RankTrace], windows: Sequence[Window]) -> Intent:
     """What somebody said of an update, else what most windows are."""
     told = [intent for trace in traces for intent in trace.intents]
-    for intent in told:
-        if intent.micro_batches is not None:
+    for one in told:
+        intent = one if one.micro_batches is not None else _by_samples(one, traces)
+        if intent is not None:
             return intent
     known = told[0] if told else Intent()
     return replace(known, micro_batches=_usual_number(windows), source=INFERRED)
+
+
+def _by_samples(intent: Intent, traces: Sequence[RankTrace]) -> Intent | None:
+    """Micro-batches of a global batch that was said in samples: N / (samples of most micro-batches x D).
+
+    None where nobody said it, samples were not seen, or they don't divide it.
+    """
+    events = [event for trace in traces for event in trace.events]
+    sizes = Counter(len(e.forward.samples) for e in events if e.forward is not None and e.forward.samples)
+    if intent.global_batch_samples is None or not sizes:
+        return None
+    usual = max(sizes, key=lambda size: (sizes[size], size))
+    number, rest = divmod(intent.global_batch_samples, usual * traces[0].num_replicas)
+    return replace(intent, micro_batches=number) if number and not rest else None
 
 
 def _usual_number(windows: Sequence[Window]) -> int | None:

@@ -133,6 +133,7 @@ for _ in range(2):
     optimizer.zero_grad()
     F.cross_entropy(model(torch.randn(4, 5)), torch.randint(0, 3, (4,))).backward()
     optimizer.step()
+del model
 dist.destroy_process_group()
 """
 

@@ -200,6 +200,7 @@ for update in range(3):
     F.cross_entropy(model(torch.randn(size, 3)), torch.zeros(size, dtype=torch.long)).backward()
     optimizer.step()
     optimizer.zero_grad()
+del model
 dist.destroy_process_group()
 """
     )
@@ -278,6 +279,7 @@ def train(rank, store):
         optimizer.step()
         optimizer.zero_grad()
     dist.barrier()
+    del model  # freed after its group, DDP can wait for ever (torch 2.13, without an audit)
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -310,6 +312,7 @@ for update in range(2):
     F.cross_entropy(model(torch.randn(size, 3)), torch.zeros(size, dtype=torch.long)).backward()
     optimizer.step()
     optimizer.zero_grad()
+del model
 dist.destroy_process_group()
 if rank:
     import time

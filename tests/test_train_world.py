@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from jobs import Listener, built, tiny
@@ -16,8 +21,9 @@ from ranks import run_ranks
 from wholebatch.errors import RecordError
 from wholebatch.ranks import group as group_module
 from wholebatch.ranks.group import threads_per_rank
-from wholebatch.train.command import yield_idle_cores
+from wholebatch.train.command import train, yield_idle_cores
 from wholebatch.train.job import run_job
+from wholebatch.train.parts import build_job
 from wholebatch.train.world import World, join_world
 
 
@@ -31,6 +37,67 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not world.any(False)
         model = nn.Linear(1, 1)
         assert world.parallel(model) is model
+
+
+class Held:
+    """What stands for a DDP model: to be gone before its group is."""
+
+
+@pytest.fixture
+def of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Ranks that start and leave no real group; whether what ``held`` refers to was alive at the end."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    alive: list[bool] = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: alive.append(held[0]() is not None))
+    return alive
+
+
+held: list[weakref.ref[Held]] = []
+
+
+def _train(*, fails: bool) -> None:
+    model = Held()
+    held[:] = [weakref.ref(model)]
+    model.itself = model  # type: ignore[attr-defined]  # as a hook of a model refers to it
+    if fails:
+        try:
+            raise ValueError("first")
+        except ValueError as error:
+            raise RuntimeError("then") from error
+
+
+def test_nothing_of_a_run_outlives_its_group(of_two_ranks: list[bool]) -> None:
+    with group_module.joined_group():
+        _train(fails=False)
+    with pytest.raises(RuntimeError, match="then"), group_module.joined_group():
+        _train(fails=True)
+    assert of_two_ranks == [False, False]
+
+
+def test_nothing_of_the_training_command_outlives_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[weakref.ref[nn.Module]] = []
+
+    def remembered(*given: object) -> object:
+        job = build_job(*given)  # type: ignore[arg-type]
+        models.append(weakref.ref(job.model.module))
+        return job
+
+    @contextmanager
+    def left() -> Iterator[World]:
+        yield World()
+        gc.collect()
+        assert [one() for one in models] == [None]
+
+    monkeypatch.setattr("wholebatch.train.parts.build_job", remembered)
+    monkeypatch.setattr("wholebatch.train.world.join_world", left)
+    monkeypatch.chdir(tmp_path)
+    changes = ["run.num_updates=1", "model.size='mini'", "run.folder='runs/one'"]
+    assert train(changes=changes) == 0
+    assert len(models) == 1
 
 
 def device_in_a_group(_rank: int, _n: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,9 +38,22 @@ def joined_group(*, timeout: timedelta | None = None) -> Iterator[torch.device]:
     dist.init_process_group(_backend(device), timeout=timeout, **_store_of_this_start())
     try:
         yield device
+    except BaseException as error:
+        _let_go_of_frames(error)
+        raise
     finally:
+        # A DDP model that is freed after its group can wait for ever (torch 2.13; lab/LOG.md), so what
+        # cycles and the frames of an error still hold goes first.
+        gc.collect()
         dist.destroy_process_group()
         torch.set_num_threads(found_threads)
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Clear what the functions held that ``error``, and what it came from, passed through."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _store_of_this_start() -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wholebatch.errors import UsageError
 from wholebatch.report.output import OutputConsole, text_stream, write_json
@@ -14,7 +15,12 @@ from wholebatch.report.summary import SCHEMA_VERSION, run_summary
 from wholebatch.run_reader import read_run
 from wholebatch.train.config import config_text, load_config
 from wholebatch.train.display import choose_display
-from wholebatch.train.resuming import earlier_of_restart, find_earlier, settings_of
+from wholebatch.train.resuming import Earlier, earlier_of_restart, find_earlier, settings_of
+from wholebatch.train.settings import TrainConfig
+
+if TYPE_CHECKING:  # they load torch, which --print-config does without
+    from wholebatch.train.signals import Stop
+    from wholebatch.train.world import World
 
 
 def train(
@@ -60,30 +66,38 @@ def train(
         text_stream(json_target).write(config_text(settings))
         return 0
     yield_idle_cores()
-    from wholebatch.train.job import run_job, unused_folder
-    from wholebatch.train.parts import build_job, check_settings
     from wholebatch.train.signals import stop_on_signal
     from wholebatch.train.world import join_world
 
     # Around all of it, so that a second SIGTERM, to a run that is saved already, changes no exit code.
     with stop_on_signal(on_edges=False) as stop, join_world() as world:
-        # The other ranks do all that the leading one does, and show it to nobody.
-        console = OutputConsole(file=text_stream(json_target) if world.leads else io.StringIO())
-        if earlier is None:
-            earlier = world.on_leader(lambda: earlier_of_restart(settings))
-        plan = check_settings(settings, world.ranks)
-        if earlier is None:
-            world.on_leader(lambda: unused_folder(settings))
-        job = world.all_or_none(lambda: build_job(settings, world, plan))
-        display = choose_display(
-            console,
-            num_updates=settings.run.num_updates,
-            print_every_updates=settings.run.print_every_updates,
-        )
-        command = ["wholebatch", *sys.argv[1:]]
-        result = run_job(job, display, command=command, earlier=earlier, stop=stop)
-        world.on_leader(lambda: _write_summary(result.folder, result.exit_code, json_target))
-        return result.exit_code
+        return _train_in(world, settings, earlier, stop, json_target)
+
+
+def _train_in(
+    world: World, settings: TrainConfig, earlier: Earlier | None, stop: Stop, json_target: str | None
+) -> int:
+    """Everything between joining the ranks and leaving them; nothing of it outlives their group."""
+    from wholebatch.train.job import run_job, unused_folder
+    from wholebatch.train.parts import build_job, check_settings
+
+    # The other ranks do all that the leading one does, and show it to nobody.
+    console = OutputConsole(file=text_stream(json_target) if world.leads else io.StringIO())
+    if earlier is None:
+        earlier = world.on_leader(lambda: earlier_of_restart(settings))
+    plan = check_settings(settings, world.ranks)
+    if earlier is None:
+        world.on_leader(lambda: unused_folder(settings))
+    job = world.all_or_none(lambda: build_job(settings, world, plan))
+    display = choose_display(
+        console,
+        num_updates=settings.run.num_updates,
+        print_every_updates=settings.run.print_every_updates,
+    )
+    command = ["wholebatch", *sys.argv[1:]]
+    result = run_job(job, display, command=command, earlier=earlier, stop=stop)
+    world.on_leader(lambda: _write_summary(result.folder, result.exit_code, json_target))
+    return result.exit_code
 
 
 def yield_idle_cores() -> None:

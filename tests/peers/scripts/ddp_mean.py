@@ -25,4 +25,5 @@ for _epoch in range(2):
         language.next_word_loss(wrapped(batch["input_ids"]), batch["labels"]).backward()
         optimizer.step()
 dist.barrier()
+del wrapped
 dist.destroy_process_group()

@@ -44,4 +44,5 @@ for _epoch in range(2):
         optimizer.step()
         optimizer.zero_grad()
 dist.barrier()
+del wrapped
 dist.destroy_process_group()

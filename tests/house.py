@@ -38,6 +38,7 @@ FLOORS = {
     "losses": 2,
     "split": 2,
     "gradients": 2,
+    "accumulation": 2,
     "replay": 2,
     "closeness": 2,
     "memory": 2,

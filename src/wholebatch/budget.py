@@ -29,6 +29,9 @@ from wholebatch.packing import (
 )
 from wholebatch.plan import BatchPlan, Tail
 
+# Of either plan: up to so many micro-batches of a window, gradients of bfloat16 and float16 parameters are
+# added up in their own dtype, which costs less than what each is rounded by; more of them in float32.
+MICRO_BATCHES_IN_OWN_DTYPE = 4
 # The packer's names for the bounds are not those of a plan.
 _CALLED = Called(budget="tokens_per_micro_batch", budget_alone="tokens_alone")
 

@@ -134,8 +134,8 @@ def test_the_parts_of_a_sparse_gradient_are_added_up_wide_too() -> None:
     embedding = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
     wide = WideGradients(torch.float32)
     wide.begin([embedding.weight])
-    for share in [1.0, *[2.0**-9] * 256]:
-        (embedding(torch.tensor([1])).sum() * share).backward()
+    shares = torch.tensor([[1.0, 1.0], *[[2.0**-9] * 2] * 256], dtype=torch.bfloat16)
+    embedding(torch.ones(257, dtype=torch.long)).backward(shares)
     wide.deliver([embedding.weight], 1.0)
     gradient = embedding.weight.grad
     assert gradient is not None

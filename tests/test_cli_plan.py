@@ -44,6 +44,7 @@ def test_the_ledger_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         "global batch 512 samples = m x A x D = 4 x 32 x 4",
         "micro-batches 128 over all replicas",
         "gradient reductions 1 at the last micro-batch; 32 if every micro-batch were reduced",
+        "accumulation float32 of bfloat16 and float16 gradients, as A > 4: 4 bytes each, not 2",
         "pipeline bubble 3.1% of the ideal time idle, 1f1b: (p - 1) / A = 1 / 32",
         "ranks_are_not_replicas: 4 ranks share one replica",
     ):

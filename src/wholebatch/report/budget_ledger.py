@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wholebatch.budget import BudgetPlan
-from wholebatch.report.ledger import Row, columns_of
+from wholebatch.report.ledger import Row, accumulation, columns_of
 
 
 def budget_text(plan: BudgetPlan) -> str:
@@ -18,6 +18,7 @@ def budget_text(plan: BudgetPlan) -> str:
         ("window, A", "-", "as many micro-batches as the lengths of its samples make"),
         ("items", "-", "differ from update to update: N is counted in each"),
         _reductions(plan),
+        accumulation("where"),
     ]
     if plan.tokens_alone is not None:
         rows.insert(4, ("alone", f"{plan.tokens_alone:,}", "tokens at most for a sample that is alone"))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 from typing import Any
 
+from wholebatch.budget import MICRO_BATCHES_IN_OWN_DTYPE
 from wholebatch.epochs import EpochLedger, Interval, IntervalMove, PlanComparison
 from wholebatch.plan import BatchPlan
 from wholebatch.report.words import number_of
@@ -230,9 +231,21 @@ def _update_rows(plan: BatchPlan, ragged: bool) -> list[Row]:
         rows.append(("items", f"{items:,}", f"at {per_sample:,} items in every sample"))
     rows.append(("micro-batches", f"{plan.micro_batches_per_update:,}", "over all replicas = A x D"))
     rows.append(("gradient reductions", str(plan.reductions_per_update), _reductions_remark(plan)))
+    if window > MICRO_BATCHES_IN_OWN_DTYPE:
+        rows.append(accumulation("as"))
     if layout.pipeline_parallel > 1:
         rows.append(_pipeline_row(plan))
     return rows
+
+
+def accumulation(word: str) -> Row:
+    """What half-precision gradients are added up in, "as" or "where" A is large enough."""
+    most = MICRO_BATCHES_IN_OWN_DTYPE
+    return (
+        "accumulation",
+        "float32",
+        f"of bfloat16 and float16 gradients, {word} A > {most}: 4 bytes each, not 2",
+    )
 
 
 def _reductions_remark(plan: BatchPlan) -> str:

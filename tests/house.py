@@ -51,6 +51,7 @@ FLOORS = {
     "drawing": 4,
     "finish": 4,
     "update": 4,
+    "engine_finish": 4,
     "result": 4,
     "tally": 4,
     "snapshot": 4,

@@ -1,0 +1,358 @@
+"""A DeepSpeed engine, ZeRO 0 to 3: the window divides and says when, DeepSpeed partitions and steps.
+
+Facts of DeepSpeed that this file rests on (read in 0.19.8 and tested against it):
+
+* Its configuration must say ``"gradient_accumulation_steps": 1``; the window calls ``engine.backward`` for
+  each micro-batch and ``engine.step`` once. Between, "the boundary" is what DeepSpeed calls the micro-batch
+  that its step follows; ``set_gradient_accumulation_boundary`` says which.
+* Stages 0 and 1 reduce after the last backward, not during it. So nothing is lost where the window holds
+  every micro-batch back and has it reduce once all ranks have agreed, and a rank may have fewer
+  micro-batches than another, or none.
+* Stages 2 and 3 reduce in every backward, because no rank keeps a whole gradient. Stage 3 gathers
+  parameters in every forward besides. Ranks must then have the same number of micro-batches.
+* Every stage divides by the replicas as it reduces. Without ``gradient_clipping`` it clips at norm 1.0.
+* ``engine.backward`` multiplies by the loss scale in stages 1 to 3. In stage 0 it does not, but its fp16
+  optimizer divides by it; the window then multiplies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from wholebatch.errors import StaleGradientsError, UnsupportedError, WindowUsageError
+from wholebatch.gradients import careful_norm, scale_gradients, total_norm
+from wholebatch.ranks.base import Ranks, Reduce, Roles
+from wholebatch.ranks.collectives import HostTotal, HostTotals
+from wholebatch.ranks.deepspeed_config import check_config
+from wholebatch.ranks.deepspeed_gradients import Held, held_by, trainable
+
+
+class DeepSpeedRanks(Ranks):
+    """The ranks of one ``DeepSpeedEngine``; each is a replica.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first.
+        reduce: ``"per_update"``: as the stage does it, once an update in stages 0 and 1, in every
+            micro-batch in stages 2 and 3. ``"after_agreement"`` is the same in stages 0 and 1, and
+            ``"per_micro_batch"`` in stages 2 and 3; each is refused where the stage has no such way.
+
+    Raises:
+        UnsupportedError: a configuration that can't be run exactly.
+    """
+
+    def __init__(self, engine: Any, *, reduce: Reduce) -> None:
+        check_config(engine)
+        self._engine = engine
+        self.stage: int = int(engine.zero_optimization_stage())
+        self._refuse_reduction(reduce)
+        group: dist.ProcessGroup = engine.data_parallel_group
+        self._group = weakref.ref(group)
+        self._host = HostTotals(group)
+        self.roles = Roles.one_each(dist.get_rank(group), dist.get_world_size(group))
+        self.divisor = float(self.num_replicas)
+        self.held: Held = held_by(engine.optimizer)
+        self.stepper = self._stepper = EngineStepper(engine, self.held)
+        self._per_micro_batch = self.stage >= 2
+        self.equal_turns = self._per_micro_batch
+        self.patience_s = 60.0 if self.stage == 3 else None  # others may be gathering in a forward
+        self.reduces_at_the_end = not self._per_micro_batch
+        self._found: tuple[bool, bool | None] = (True, None)
+        self._forwarded = False
+        self._known = {name: id(one) for name, one in trainable(engine.module)}
+        self._refuse_untrained()
+        hook = engine.register_forward_pre_hook(_weakly(self._note_forward))
+        weakref.finalize(self, hook.remove)
+
+    def total(self, vector: Sequence[float]) -> HostTotal:
+        return self._host.begin(vector)
+
+    def lend(self, batch: Any) -> Any:
+        return self._host.lend(batch)
+
+    def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
+        own = {id(one) for one in self.held.parameters()}
+        outside = sum(id(one) not in own for one in parameters)
+        if outside:
+            raise UnsupportedError(
+                f"{outside} of {len(parameters)} parameters are not those of the DeepSpeed engine's "
+                f"optimizer; give the window engine.optimizer"
+            )
+
+    def check_plan(self, plan: Any) -> None:
+        """Refuse a plan whose micro-batch is not that of DeepSpeed's configuration.
+
+        Raises:
+            WindowUsageError: with both numbers.
+        """
+        planned = getattr(plan, "micro_batch_samples", None)
+        configured = self._engine.train_micro_batch_size_per_gpu()
+        if planned is not None and planned != configured:
+            raise WindowUsageError(
+                f"the plan has micro-batches of {planned} samples and the DeepSpeed configuration "
+                f'"train_micro_batch_size_per_gpu": {configured} (its train_batch_size is '
+                f"{self._engine.train_batch_size()}); write {planned} there, or plan with {configured}"
+            )
+
+    # One update ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        engine = self._engine
+        self._found = (engine.enable_backward_allreduce, engine._is_gradient_accumulation_boundary)
+        check_config(engine)
+        self._refuse_other_parameters()
+        if not self.held.is_empty():
+            raise StaleGradientsError(
+                "the DeepSpeed engine holds gradients of a backward outside the window, which would be "
+                "added to this update; step on them or drop them first (engine.optimizer.zero_grad())"
+            )
+        self.reductions = 0
+        self.held.begin()
+
+    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
+        pass
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        engine = self._engine
+        self._forwarded = False
+        self.synchronises = self._per_micro_batch
+        try:
+            engine.enable_backward_allreduce = self._per_micro_batch
+            engine.set_gradient_accumulation_boundary(self._per_micro_batch and last)
+            yield
+        finally:
+            self.synchronises = False
+            self._put_switches_back()
+
+    def check_forward(self) -> None:
+        if self._engine.inside_no_sync_ctxt:
+            raise WindowUsageError("leave engine.no_sync() to the window, which says itself when to reduce")
+        if not self._forwarded:
+            raise WindowUsageError(
+                "the forward of this micro-batch did not run through the DeepSpeed engine; call the engine "
+                "that the window was given (not engine.module), with gradients enabled"
+            )
+
+    def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
+        # The engine takes one scalar. In float32 or wider, so that neither a seed nor its loss scale can
+        # leave the range of a half-precision loss.
+        terms = [(_wide(loss) * _wide(seed)).sum() for loss, seed in roots]
+        total: Tensor = torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+        self._engine.backward(total, scale_wrt_gas=False)
+        self.reductions += self._per_micro_batch
+
+    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
+        if any(one.grad is not None and one.grad.is_sparse for one in parameters):
+            raise UnsupportedError(
+                "a parameter has a sparse gradient, which the window does not have DeepSpeed reduce; use "
+                "sparse=False"
+            )
+
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: ARG002
+        engine = self._engine
+        engine.set_gradient_accumulation_boundary(True)
+        try:
+            self.held.prepare()
+            engine.allreduce_gradients()
+            self.reductions += 1
+        finally:
+            self._put_switches_back()
+
+    def share_buffers(self) -> None:
+        """DeepSpeed shares buffers when it is initialised, and not again."""
+
+    def end(self, *, committed: bool) -> None:
+        self._put_switches_back()
+        if not committed:
+            self.held.clear()
+
+    # The norm -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
+        """The Euclidean norm of the whole reduced gradient, without the loss scale; the same on every rank.
+
+        Args:
+            gradients: not asked; DeepSpeed holds them elsewhere.
+
+        Exactness: as :func:`wholebatch.gradients.total_norm`; the sum over ranks is taken in float64.
+        """
+        pieces = self.held.pieces()
+        device = pieces[0].device if pieces else self._engine.device
+        own = total_norm(pieces) if pieces else torch.zeros((), device=device)
+        return self._over_ranks(own.to(torch.float64)).to(torch.float32)
+
+    @torch.no_grad()
+    def careful_norm(self, gradients: Sequence[Tensor]) -> float:  # noqa: ARG002
+        pieces = self.held.pieces()
+        own = careful_norm(pieces) if pieces else 0.0
+        return float(self._over_ranks(torch.tensor(own, dtype=torch.float64, device=self._engine.device)))
+
+    def _over_ranks(self, norm: Tensor) -> Tensor:
+        if self.held.partitioned:
+            squares = norm.square()
+            dist.all_reduce(squares, group=self._group())
+            norm = squares.sqrt()
+        return norm / (self._stepper.loss_scale() or 1.0)
+
+    # What can't be run exactly ------------------------------------------------------------------------
+
+    def _refuse_reduction(self, reduce: Reduce) -> None:
+        whole = self.stage < 2
+        if reduce == "per_micro_batch" and whole:
+            raise UnsupportedError(
+                f'reduce="per_micro_batch" with ZeRO {self.stage}, which has every rank keep the whole '
+                f'gradient and reduces it once an update; use reduce="per_update"'
+            )
+        if reduce == "after_agreement" and not whole:
+            raise UnsupportedError(
+                f'reduce="after_agreement" with ZeRO {self.stage}, which reduces in every micro-batch '
+                f'because no rank keeps a whole gradient; use ZeRO 0 or 1, or reduce="per_micro_batch"'
+            )
+
+    def _refuse_untrained(self) -> None:
+        own = {id(one) for one in self.held.parameters()}
+        without = [name for name, one in trainable(self._engine.module) if id(one) not in own]
+        if without:
+            raise UnsupportedError(
+                f"{len(without)} trainable parameters are in no group of the DeepSpeed engine's optimizer "
+                f"({', '.join(without[:3])}); freeze them with requires_grad=False before "
+                f"deepspeed.initialize, or give them to the optimizer"
+            )
+
+    def _refuse_other_parameters(self) -> None:
+        now = {name: id(one) for name, one in trainable(self._engine.module)}
+        changed = sorted(dict(now.items() ^ self._known.items()))
+        if changed:
+            raise UnsupportedError(
+                f"{len(changed)} parameters were frozen, unfrozen, added or replaced after deepspeed."
+                f"initialize ({changed[0]}), and the engine does not know; initialise it again, and "
+                f"build a window over that"
+            )
+
+    def _put_switches_back(self) -> None:
+        engine = self._engine
+        engine.enable_backward_allreduce, boundary = self._found
+        engine._is_gradient_accumulation_boundary = boundary
+        _tell_optimizer(engine)
+
+    def _note_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._forwarded = True
+
+
+class EngineStepper:
+    """How a DeepSpeed engine scales, clips and steps; see :class:`wholebatch.ranks.stepper.Stepper`."""
+
+    def __init__(self, engine: Any, held: Held) -> None:
+        self._engine = engine
+        self._held = held
+        # One that has ZeROOptimizer's own way of scaling a loss is asked by engine.backward.
+        names = {base.__name__ for base in type(engine.optimizer).__mro__}
+        self._scales_itself = "ZeROOptimizer" in names
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._held.parameters()
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        return list(self._engine.optimizer.param_groups)
+
+    def check_optimizers(self, optimizers: Sequence[Any]) -> Any:
+        known = (self._engine.optimizer, self._engine.basic_optimizer)
+        if len(optimizers) != 1 or not any(optimizers[0] is one for one in known):
+            raise WindowUsageError(
+                f"the window was given {len(optimizers)} optimizers ({_names(optimizers)}) and a DeepSpeed "
+                f"engine steps its own, a {type(self._engine.optimizer).__name__}; give the window "
+                f"engine.optimizer"
+            )
+        return self._engine.basic_optimizer
+
+    def check_clip(self, clip_grad_norm: float | None) -> None:
+        configured = float(self._engine.gradient_clipping())
+        if configured == (clip_grad_norm or 0.0):
+            return
+        absent = " (1.0 is its default where the configuration does not say)" if configured == 1.0 else ""
+        raise WindowUsageError(
+            f"the window has clip_grad_norm={clip_grad_norm} and the DeepSpeed configuration "
+            f'"gradient_clipping": {configured}{absent}, by which DeepSpeed clips; give both the '
+            f"same number, or 0.0 there and None here"
+        )
+
+    def check_schedules(self, schedules: Sequence[Any]) -> None:
+        own = self._engine.lr_scheduler
+        if own is not None and schedules:
+            raise WindowUsageError(
+                f"the window was given {len(schedules)} schedules and the DeepSpeed engine moves its own "
+                f"{type(own).__name__} with each applied update; leave out one of them"
+            )
+
+    def loss_scale(self) -> float | None:
+        if not self._engine.fp16_enabled():
+            return None
+        return float(self._engine.optimizer.loss_scale)
+
+    def scaled(self, seed: Tensor) -> Tensor:
+        """``seed`` times the loss scale, where ``engine.backward`` does not multiply by it."""
+        scale = self.loss_scale()
+        return seed if scale is None or self._scales_itself else seed.to(torch.float32) * scale
+
+    def correct(self, factor: float) -> None:
+        """Multiply the reduced gradient in place.
+
+        Exactness: one rounding in the dtype in which DeepSpeed holds it.
+        """
+        scale_gradients(self._held.pieces(), factor)
+
+    def step(self) -> bool:
+        """One step of the engine, and of its own schedule.
+
+        Returns:
+            False where the engine itself found an overflow: it skipped, and backed its loss scale off.
+        """
+        engine = self._engine
+        found = engine._is_gradient_accumulation_boundary
+        engine.set_gradient_accumulation_boundary(True)
+        try:
+            engine.step()
+        finally:
+            engine._is_gradient_accumulation_boundary = found
+            _tell_optimizer(engine)
+        return bool(engine.was_step_applied())
+
+    def drop(self) -> None:
+        """Forget the gradient; no parameter, no state of the optimizer, no counter of the engine moves."""
+        self._held.clear()
+
+
+def _tell_optimizer(engine: Any) -> None:
+    """Let the optimizer's copy of the switch follow the engine's."""
+    tell = getattr(engine.optimizer, "set_gradient_accumulation_boundary", None)
+    if tell is not None:
+        tell(bool(engine.is_gradient_accumulation_boundary()))
+
+
+def _names(optimizers: Sequence[Any]) -> str:
+    return ", ".join(type(one).__name__ for one in optimizers) or "none"
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method, without keeping its object alive."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*given: Any) -> None:
+        bound = weak()
+        if bound is not None:
+            bound(*given)
+
+    return call

@@ -50,7 +50,7 @@ WRAPS: dict[str, dict[str, Any]] = {
 def run_wraps(rank: int, n: int) -> dict[tuple[str, str, str], Any]:
     found = {}
     for name, options in WRAPS.items():
-        for reduce in ("overlapped", "after_agreement"):
+        for reduce in ("per_update", "after_agreement"):
             if name == "static_graph" and reduce == "after_agreement":
                 continue
             for kind, case in (("even", CASE), ("uneven", UNEVEN), ("one_empty", ONE_EMPTY)):
@@ -127,13 +127,13 @@ def two_roads(rank: int, order: list[bool], options: dict[str, Any], reduce: str
 def run_two_roads(rank: int, n: int) -> dict[str, Any]:
     last_unused, one_rank_only = [True, True, False], [[False, False, True], [False] * 3][rank]
     found: dict[str, Any] = {
-        "unused_last": two_roads(rank, last_unused, {"find_unused_parameters": True}, "overlapped"),
+        "unused_last": two_roads(rank, last_unused, {"find_unused_parameters": True}, "per_update"),
         "after": two_roads(rank, last_unused, {}, "after_agreement"),
-        "one_rank": two_roads(rank, one_rank_only, {"find_unused_parameters": True}, "overlapped"),
+        "one_rank": two_roads(rank, one_rank_only, {"find_unused_parameters": True}, "per_update"),
         "one_rank_after": two_roads(rank, one_rank_only, {}, "after_agreement"),
     }
     # last, because nothing can be reduced with this model afterwards
-    found["refused"] = caught(lambda: two_roads(rank, last_unused, {}, "overlapped"))
+    found["refused"] = caught(lambda: two_roads(rank, last_unused, {}, "per_update"))
     assert n == 2
     return found
 
@@ -334,7 +334,7 @@ def run_buffers(rank: int, n: int) -> dict[str, Tensor]:
     torch.manual_seed(rank)
     inputs = [torch.randn(4, 3) for _ in range(2)]
     found = {}
-    for reduce in ("overlapped", "after_agreement"):
+    for reduce in ("per_update", "after_agreement"):
         torch.manual_seed(9)
         model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
         ddp = DistributedDataParallel(model)
@@ -351,7 +351,7 @@ def test_buffers_are_those_of_rank_zero_after_an_update_as_ddp_has_it() -> None:
     norm = nn.BatchNorm1d(3)
     for batch in inputs:
         norm(batch)
-    for reduce in ("overlapped", "after_agreement"):
+    for reduce in ("per_update", "after_agreement"):
         torch.testing.assert_close(first[reduce], norm.running_mean)
         assert torch.equal(first[reduce], second[reduce])
 
@@ -429,7 +429,7 @@ def run_stray_forward(rank: int, n: int) -> list[tuple[Caught, float]]:
     """A forward with gradients and without a backward, between updates, on one rank only."""
     assert n == 2
     found = []
-    for reduce in ("overlapped", "after_agreement"):
+    for reduce in ("per_update", "after_agreement"):
         model = CASE.model()
         ddp = DistributedDataParallel(model)
         objective = next_token_loss()
@@ -500,7 +500,7 @@ def test_ranks_with_different_settings_are_told() -> None:
         assert found.pop("same") == ("nothing", "")
         for kind, message in found.values():
             assert kind == "WindowUsageError"
-            assert "the ranks do not have the same settings; this one has terms {'loss': 1.0}" in message
+            assert "the ranks do not have the same settings: rank 1 not as rank 0; this one has terms {'loss': 1.0}" in message
 
 
 def run_divisors(rank: int, n: int) -> list[Caught]:

@@ -91,7 +91,7 @@ def run_cases(rank: int, n: int, cases: list[Case], options: dict[str, Any]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduce", ["overlapped", "after_agreement"])
+@pytest.mark.parametrize("reduce", ["per_update", "after_agreement"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_split_over_ranks_equals_the_big_batch(ranks: int, reduce: str) -> None:
     cases = drawn_cases(ranks, 30)

@@ -122,7 +122,7 @@ def run_failures(rank: int, n: int, reduce: str, failing: list[int]) -> dict[Any
     for place in PLACES:
         for index in range(3):
             # a backward that reduces is beyond the point of no return
-            if place == "in_held_back_backward" and index == 2 and reduce == "overlapped":
+            if place == "in_held_back_backward" and index == 2 and reduce == "per_update":
                 continue
             worker = Worker(rank, reduce=reduce)
             raised = fail_at(worker, place, index) if rank in failing else worker.attempt(worker.loss)
@@ -134,7 +134,7 @@ def run_failures(rank: int, n: int, reduce: str, failing: list[int]) -> dict[Any
 
 
 @pytest.mark.parametrize("failing", [[1], [0, 1]], ids=["one_rank", "both_ranks"])
-@pytest.mark.parametrize("reduce", ["overlapped", "after_agreement"])
+@pytest.mark.parametrize("reduce", ["per_update", "after_agreement"])
 def test_a_failure_before_the_reduction_is_rolled_back_everywhere_and_may_be_run_again(
     reduce: str, failing: list[int]
 ) -> None:
@@ -181,7 +181,7 @@ def run_nan(rank: int, n: int, reduce: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("reduce", ["overlapped", "after_agreement"])
+@pytest.mark.parametrize("reduce", ["per_update", "after_agreement"])
 def test_a_nan_on_one_rank_is_skipped_on_all_together(reduce: str) -> None:
     for found in run_ranks(run_nan, 2, reduce):
         for index in range(3):
@@ -279,7 +279,7 @@ def run_killed(rank: int, n: int, index: int, reduce: str) -> Any:
     return raised, time.monotonic() - begun, worker.untouched()
 
 
-@pytest.mark.parametrize("reduce", ["overlapped", "after_agreement"])
+@pytest.mark.parametrize("reduce", ["per_update", "after_agreement"])
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_rank_killed_in_mid_window_ends_the_others_with_a_clear_error(index: int, reduce: str) -> None:
     outcomes = run_ranks(run_killed, 3, index, reduce, expect="outcomes", timeout_s=60)
@@ -317,7 +317,7 @@ def run_interrupted_wait(rank: int, n: int, doing: str, reduce: str) -> Any:
     return worker.attempt(worker.loss), worker.attempt(worker.loss)
 
 
-@pytest.mark.parametrize("reduce", ["overlapped", "after_agreement"])
+@pytest.mark.parametrize("reduce", ["per_update", "after_agreement"])
 @pytest.mark.parametrize("doing", ["about to reduce gradients", "agreeing on what came out"])
 def test_an_interrupt_after_the_others_went_on_poisons(doing: str, reduce: str) -> None:
     """Rolled back alone, the rank would go on with other parameters than the rest."""

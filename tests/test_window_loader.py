@@ -139,7 +139,7 @@ def length_of(sample: dict[str, Tensor]) -> int:
 @pytest.mark.parametrize(
     ("slip", "words"),
     [
-        ({"replica": 0}, "do not each have a replica of their own; this one has replica=0"),
+        ({"replica": 0}, "do not each have a share of their own; this rank's has replica=0"),
         ({"seed": 1}, "the loaders of the ranks stand at different places or have different settings"),
         ({"shuffle": False}, "stand at different places or have different settings"),
         ({"num_epochs": 2}, "stand at different places or have different settings"),

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import WindowUsageError
 from wholebatch.loading.batches import WindowBatches
-from wholebatch.ranks.agreement import same_everywhere
+from wholebatch.ranks.agreement import name_ranks, unlike_first
+from wholebatch.ranks.base import Roles
 from wholebatch.tally import fingerprint
 
 
@@ -28,7 +29,7 @@ class Stand:
 
     Args:
         settings: position, plan and order in words; the same on every rank.
-        replica: whose share it gives; another one on every rank.
+        replica: whose share it gives; another one on every replica.
     """
 
     settings: str
@@ -39,30 +40,30 @@ class Stand:
         """That of a loader; None where it yields micro-batches, of which nothing is known."""
         return cls(settings=loader.stand, replica=loader.replica) if yields_windows(loader) else None
 
-    def numbers(self) -> list[float]:
-        """What to add up over the replicas."""
-        mark = fingerprint(self.settings)
-        return [float(number) for number in (mark, mark**2, self.replica, self.replica**2)]
+    def numbers(self, roles: Roles) -> list[float]:
+        """What to add up over the ranks."""
+        return roles.slots(float(fingerprint(self.settings))) + roles.slots(float(self.replica))
 
-    def refuse_others(self, sums: Sequence[float], num_replicas: int) -> None:
-        """Refuse loaders of which two give the same share, or that stand at different places.
+    def refuse_others(self, sums: Sequence[float], roles: Roles) -> None:
+        """Refuse loaders of which two replicas have the same share, or that stand at different places.
 
         Raises:
             WindowUsageError: on every rank, with what this one has.
         """
-        mark, marks, replica, replicas = sums
-        each = range(num_replicas)
-        if (replica, replicas) != (sum(each), sum(number**2 for number in each)):
+        marks, replicas = sums[: roles.num_ranks], sums[roles.num_ranks :]
+        given = set(zip(roles.replica_of, replicas, strict=True))
+        if len(given) != roles.num_replicas or set(replicas) != set(range(roles.num_replicas)):
             raise WindowUsageError(
-                f"the loaders of the {num_replicas} ranks do not each have a replica of their own; this "
-                f"one has replica={self.replica}. Give each rank's WindowLoader its own, such as "
-                f"replica=torch.distributed.get_rank(), or samples would be trained twice and others never"
+                f"the loaders of the {roles.num_replicas} replicas do not each have a share of their own; "
+                f"this rank's has replica={self.replica}. Give each replica's WindowLoader its own number, "
+                f"as replica=torch.distributed.get_rank() where every rank is a replica, or samples would "
+                f"be trained twice and others never"
             )
-        if not same_everywhere(mark, marks, num_replicas):
+        if others := unlike_first(marks):
             raise WindowUsageError(
-                f"the loaders of the ranks stand at different places or have different settings; this one "
-                f"has {self.settings}. Build them alike on every rank, and load the same state, or samples "
-                f"would be trained twice and others never"
+                f"the loaders of the ranks stand at different places or have different settings: "
+                f"{name_ranks(others)} not as rank 0; this one has {self.settings}. Build them alike on "
+                f"every rank, and load the same state, or samples would be trained twice and others never"
             )
 
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from wholebatch.errors import UnsupportedError, WindowUsageError
-from wholebatch.gradients import gradients_of, own_parameters, read_scalars, scale_gradients
+from wholebatch.gradients import gradients_of, is_sharded, own_parameters, read_scalars, scale_gradients
 from wholebatch.ranks.base import Ranks
 from wholebatch.record import Counters
 
@@ -196,7 +196,7 @@ class Finish:
         with care, so that an infinite norm means an infinite gradient.
         """
         gradients = gradients_of(self.parameters)
-        norm, *values = read_scalars([ranks.gradient_norm(gradients) if gradients else 0.0, *scalars])
+        norm, *values = read_scalars([ranks.gradient_norm(gradients), *scalars])
         if not math.isfinite(norm):
             norm = ranks.careful_norm(gradients)
         return Reading(norm=norm, values=values)
@@ -334,7 +334,9 @@ def _folds(optimizer: Optimizer, gradients: Sequence[Tensor], factor: float) -> 
     # grad_scale is a float32: a float64 gradient would lose half its digits to it, and a factor far
     # from 1 does not fit
     fits = 1e-30 < factor < 1e30
-    return fused and fits and torch.float64 not in map(_DTYPE, gradients)
+    # the kernel takes a plain scale beside plain gradients only
+    whole = not any(map(is_sharded, gradients))
+    return fused and fits and whole and torch.float64 not in map(_DTYPE, gradients)
 
 
 def needs_closure(optimizer_step: Callable[..., Any]) -> bool:

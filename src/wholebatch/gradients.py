@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,20 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     Exactness: no arithmetic; the tensors themselves.
     """
     return [gradient for gradient in map(_GRADIENT, parameters) if gradient is not None]
+
+
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank: a DTensor's own shard, or the tensor itself.
+
+    Exactness: no arithmetic; the same memory.
+    """
+    local: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
+    return local
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[Any]:
+    """Whether it is a DTensor, of which each rank holds a part or a copy."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "_local_tensor")
 
 
 @torch.no_grad()
@@ -207,6 +222,7 @@ def _real(gradient: Tensor) -> Tensor:
 
 def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Groups of one device, dtype and layout, as the foreach operations want them."""
+    tensors = list(map(on_this_rank, tensors))
     kinds = list(map(_KIND, tensors))
     if kinds and kinds.count(kinds[0]) == len(kinds):  # nearly always, and several times faster
         return [list(tensors)]

@@ -1,4 +1,4 @@
-"""What came out of a window: agreed over the replicas, then written down as a record."""
+"""What came out of a window: agreed over the ranks, then written down as a record."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from wholebatch.objective import LossSum
+from wholebatch.ranks.base import Roles
 from wholebatch.record import finite
 
 
@@ -28,20 +29,18 @@ class Result:
     items: tuple[tuple[float, ...], ...]
     peak_memory_bytes: int
 
-    def payload(self, *, rank: int, num_replicas: int, num_terms: int) -> list[float]:
-        """The numbers to add up over the replicas; each has a place of its own for two of them."""
-        bad = [0.0] * num_replicas
-        peaks = [0.0] * num_replicas
+    def payload(self, *, roles: Roles, num_terms: int) -> list[float]:
+        """The numbers to add up over the ranks; each has a place of its own for two of them."""
         first_bad = self._bad_micro_batch()
-        bad[rank], peaks[rank] = float(first_bad), float(self.peak_memory_bytes)
+        counted = roles.counts_losses
         return [
             float(self.nonfinite or first_bad != 0),
             norm := 0.0 if self.nonfinite else self.norm,
             norm**2,
-            *(sum(row[term] for row in self.losses) for term in range(num_terms)),
-            *(sum(row[term] for row in self.items) for term in range(num_terms)),
-            *bad,
-            *peaks,
+            *(sum(row[term] for row in self.losses) if counted else 0.0 for term in range(num_terms)),
+            *(sum(row[term] for row in self.items) if counted else 0.0 for term in range(num_terms)),
+            *roles.slots(float(first_bad)),
+            *roles.slots(float(self.peak_memory_bytes)),
         ]
 
     def _bad_micro_batch(self) -> int:
@@ -56,14 +55,14 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalResult:
-    """The same over all replicas.
+    """The same over all ranks.
 
     Attributes:
-        nonfinite: the gradient, or some loss, on any replica.
+        nonfinite: the gradient, or some loss, on any rank.
         losses, items: by term, summed over all micro-batches and replicas.
-        bad: by replica, as ``Result._bad_micro_batch``.
-        same_gradient: whether every replica holds a gradient of the same norm, as a reduced one has.
-        peak_memory_bytes: by replica; ``None`` where unknown.
+        bad: by rank, as ``Result._bad_micro_batch``.
+        same_gradient: whether every rank finds the same norm, as of one reduced gradient.
+        peak_memory_bytes: by rank; ``None`` where unknown.
     """
 
     nonfinite: bool
@@ -74,18 +73,18 @@ class GlobalResult:
     peak_memory_bytes: list[int] | None
 
     @classmethod
-    def from_sums(cls, sums: Sequence[float], *, num_replicas: int, num_terms: int) -> GlobalResult:
-        """Read payloads that were added up over ``num_replicas``."""
+    def from_sums(cls, sums: Sequence[float], *, num_ranks: int, num_terms: int) -> GlobalResult:
+        """Read payloads that were added up over ``num_ranks``."""
         nonfinite, norm, square, *rest = sums
-        by_term, by_replica = rest[: 2 * num_terms], rest[2 * num_terms :]
-        peaks = [round(peak) for peak in by_replica[num_replicas:]]
+        by_term, by_rank = rest[: 2 * num_terms], rest[2 * num_terms :]
+        peaks = [round(peak) for peak in by_rank[num_ranks:]]
         return cls(
             nonfinite=nonfinite > 0,
             # other kernels on other machines may round the norm differently, and no more than that
-            same_gradient=nonfinite > 0 or num_replicas * square - norm**2 <= 1e-8 * norm**2,
+            same_gradient=nonfinite > 0 or num_ranks * square - norm**2 <= 1e-8 * norm**2,
             losses=tuple(by_term[:num_terms]),
             items=tuple(by_term[num_terms:]),
-            bad=tuple(round(number) for number in by_replica[:num_replicas]),
+            bad=tuple(round(number) for number in by_rank[:num_ranks]),
             peak_memory_bytes=peaks if all(peaks) else None,
         )
 
@@ -102,9 +101,9 @@ class GlobalResult:
         return "; ".join(named)
 
 
-def result_size(num_replicas: int, num_terms: int) -> int:
+def result_size(num_terms: int, num_ranks: int) -> int:
     """Numbers in a payload."""
-    return 3 + 2 * num_terms + 2 * num_replicas
+    return 3 + 2 * num_terms + 2 * num_ranks
 
 
 def losses_by_term(

@@ -1,4 +1,4 @@
-"""What is in a window, counted before its first backward and added up over the replicas.
+"""What is in a window, counted before its first backward and added up over the ranks.
 
 Numbers travel as float64, exact for whole numbers below 2^53; the 64-bit digest of sample ids goes
 in four parts of 16 bits.
@@ -17,11 +17,13 @@ from wholebatch.errors import ObjectiveError, WindowUsageError
 from wholebatch.gradients import read_scalars
 from wholebatch.objective import Number, Objective, SummedLoss
 from wholebatch.order import format_digest, sample_digest
-from wholebatch.ranks.agreement import same_everywhere
+from wholebatch.ranks.agreement import unlike_first
+from wholebatch.ranks.base import Roles
 
 _DIGEST_PARTS = 4
-_COUNTS = 10
-_FIXED = _COUNTS + _DIGEST_PARTS  # numbers of a payload before the terms
+_COUNTS = 6
+_SLOTS = 3  # numbers of which each rank has its own
+_FIXED = _COUNTS + _DIGEST_PARTS  # numbers of a payload between the slots and the terms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,38 +48,42 @@ class Tally:
     needs_reset: bool
     samples_left_out: int
 
-    def payload(self, num_terms: int) -> list[float]:
-        """The numbers to add up over the replicas, ``payload_size(num_terms)`` of them."""
+    def payload(self, num_terms: int, roles: Roles) -> list[float]:
+        """The numbers to add up over the ranks, ``payload_size(num_terms, num_ranks)`` of them.
+
+        Samples are given by one rank of each replica, items by those that count them.
+        """
         digest = self.digest or 0
         parts = [float(digest >> (16 * part) & 0xFFFF) for part in range(_DIGEST_PARTS)]
         columns = [[row[term] for row in self.items] for term in range(num_terms)]
+        counted = float(roles.counts_samples)
+        items = [sum(number for number in column if number is not None) for column in columns]
         return [
-            float(self.micro_batches),
-            float(self.micro_batches**2),
-            float(self.micro_batches == 0),
-            float(self.samples),
-            float(self.positions),
+            *roles.slots(float(self.micro_batches)),
+            *roles.slots(float(self.settings)),
+            *roles.slots(float(fingerprint(self.micro_batches, self.samples, self.digest))),
+            counted * self.micro_batches,
+            counted * self.samples,
+            counted * self.positions,
             float(self.micro_batches > 0 and self.digest is None),
-            float(self.settings),
-            float(self.settings**2),
             float(self.needs_reset),
-            float(self.samples_left_out),
-            *parts,
-            *(sum(number for number in column if number is not None) for column in columns),
+            counted * self.samples_left_out,
+            *(counted * part for part in parts),
+            *(number if roles.counts_items else 0.0 for number in items),
             *(float(any(number is None for number in column)) for column in columns),
         ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalTally:
-    """The same over all replicas.
+    """The same over all ranks.
 
     Attributes:
         micro_batches, samples, positions: how many of each, over all replicas.
-        uneven: whether the replicas hold different numbers of micro-batches.
-        ranks_without: replicas that hold none.
-        same_settings: whether every replica has the same.
-        reset: whether the engine was left armed on some replica.
+        micro_batches_of: how many micro-batches each rank holds.
+        other_settings: ranks that do not have the first rank's settings.
+        other_samples: ranks that do not hold what another rank of their replica does.
+        reset: whether the engine was left armed on some rank.
         samples_left_out: samples that could not be read, over all replicas.
         digest: 16 hex digits, ``None`` where some sample ids are not known.
         items: N of each term, ``None`` where unknown before the forward.
@@ -86,13 +92,23 @@ class GlobalTally:
     micro_batches: int
     samples: int
     positions: int
-    uneven: bool
-    ranks_without: int
-    same_settings: bool
+    micro_batches_of: tuple[int, ...]
+    other_settings: list[int]
+    other_samples: list[int]
     reset: bool
     samples_left_out: int
     digest: str | None
     items: tuple[float | None, ...]
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the ranks hold different numbers of micro-batches."""
+        return len(set(self.micro_batches_of)) > 1
+
+    @property
+    def ranks_without(self) -> int:
+        """How many ranks hold none."""
+        return self.micro_batches_of.count(0)
 
     def why_empty(self) -> str:
         """Why an update without items has none, in words."""
@@ -101,10 +117,14 @@ class GlobalTally:
         return "no micro-batch of any rank has an item to learn from"
 
     @classmethod
-    def from_sums(cls, sums: Sequence[float], *, num_replicas: int, num_terms: int) -> GlobalTally:
-        """Read payloads that were added up over ``num_replicas``."""
-        micro_batches, squares, without, samples, positions, anonymous, *rest = sums[:_COUNTS]
-        *settings, reset, left_out = rest
+    def from_sums(cls, sums: Sequence[float], *, roles: Roles, num_terms: int) -> GlobalTally:
+        """Read payloads that were added up over all ranks."""
+        num_ranks = roles.num_ranks
+        held, settings, prints = (
+            sums[place * num_ranks : (place + 1) * num_ranks] for place in range(_SLOTS)
+        )
+        sums = sums[_SLOTS * num_ranks :]
+        micro_batches, samples, positions, anonymous, reset, left_out = sums[:_COUNTS]
         parts = sums[_COUNTS:_FIXED]
         digest = sum(round(part) << (16 * place) for place, part in enumerate(parts)) % 2**64
         items = sums[_FIXED : _FIXED + num_terms]
@@ -113,9 +133,9 @@ class GlobalTally:
             micro_batches=round(micro_batches),
             samples=round(samples),
             positions=round(positions),
-            uneven=not same_everywhere(micro_batches, squares, num_replicas),
-            ranks_without=round(without),
-            same_settings=same_everywhere(settings[0], settings[1], num_replicas),
+            micro_batches_of=tuple(map(round, held)),
+            other_settings=unlike_first(settings),
+            other_samples=_unlike_their_replica(prints, roles.replica_of),
             reset=reset > 0,
             samples_left_out=round(left_out),
             digest=None if anonymous else format_digest(digest),
@@ -125,9 +145,14 @@ class GlobalTally:
         )
 
 
-def payload_size(num_terms: int) -> int:
+def _unlike_their_replica(prints: Sequence[float], replica_of: Sequence[int]) -> list[int]:
+    firsts = dict(zip(reversed(replica_of), reversed(prints), strict=True))
+    return [rank for rank, seen in enumerate(prints) if seen != firsts[replica_of[rank]]]
+
+
+def payload_size(num_terms: int, num_ranks: int) -> int:
     """Numbers in a payload."""
-    return _FIXED + 2 * num_terms
+    return _SLOTS * num_ranks + _FIXED + 2 * num_terms
 
 
 def fingerprint(*settings: object) -> int:

@@ -44,7 +44,7 @@ from wholebatch.objective import (
     Objective,
     as_loss_sum,
 )
-from wholebatch.ranks.agreement import Agreement, PendingExchange
+from wholebatch.ranks.agreement import Agreement, PendingExchange, name_ranks, unlike_first
 from wholebatch.ranks.base import Ranks
 from wholebatch.record import Counters, Outcome, UpdateRecord, finite
 from wholebatch.result import (
@@ -108,7 +108,9 @@ class Update:
         self._sample_ids = sample_ids
         self._count_with = count_with
         self._turns: Generator[Any] | None = None
-        self._turn = -1  # the micro-batch that is open
+        self._turn = -1  # the micro-batch that is open; negative while a weightless one is
+        self._turns_run = 0
+        self._weightless: list[Any] = []
         self._waits_for_backward = False
         self._held: list[Any] = []
         self._losses: list[dict[str, LossSum]] = []  # detached, by micro-batch
@@ -165,18 +167,20 @@ class Update:
         )
         self._rate_marks = finish.rate_marks()
         self._held = _micro_batches(self._batches, window.plan)
+        counted = self._counting_pass()
         self._ahead = tally(
             self._held,
             window.objective,
             count_samples=window.count_samples,
             sample_ids=self._ids_of_samples(),
             samples_left_out=len(getattr(self._batches, "left_out", ())),
-            counted=self._counting_pass(),
+            counted=counted,
             settings=fingerprint(self._settings),
             needs_reset=window.ranks.needs_reset,
         )
         self._pending = window.agreement.exchange(
-            self._ahead.payload(len(window.terms)), doing="adding up what the window holds"
+            self._ahead.payload(len(window.terms), window.ranks.roles),
+            doing="adding up what the window holds",
         )
 
     def _ids_of_samples(self) -> Iterable[int] | None:
@@ -187,6 +191,7 @@ class Update:
         if self._count_with is None:
             return None
         window = self._window
+        self._refuse_uneven_counting_pass()
         counted: list[dict[str, Number]] = []
         with torch.no_grad():
             for batch in self._held:
@@ -196,22 +201,42 @@ class Update:
         window.snapshot.rewind()
         return counted
 
+    def _refuse_uneven_counting_pass(self) -> None:
+        """Where forwards are collective, each rank must run as many of them as the others."""
+        window = self._window
+        if not window.ranks.equal_turns:
+            return
+        held = window.agreement.exchange(
+            window.ranks.roles.slots(float(len(self._held))), doing="about to count items in forwards"
+        ).wait()
+        if others := unlike_first(held):
+            raise WindowUsageError(
+                f"counting_pass=True runs collective forwards, and {name_ranks(others)} hold another "
+                f"number of micro-batches than rank 0's {round(held[0])}; give the objective a count, or "
+                f"every rank as many micro-batches"
+            )
+
     def _settle(self) -> GlobalTally:
-        """Wait for the totals over the replicas, once, and fix what every summed loss is worth."""
+        """Wait for the totals over the ranks, once, and fix what every summed loss is worth."""
         if self._tally is not None:
             return self._tally
         assert self._pending is not None
         window, ranks, pending = self._window, self._window.ranks, self._pending
         self._pending = None
-        total = GlobalTally.from_sums(
-            pending.wait(), num_replicas=ranks.num_replicas, num_terms=len(window.terms)
-        )
+        total = GlobalTally.from_sums(pending.wait(), roles=ranks.roles, num_terms=len(window.terms))
         if total.micro_batches == 0 and total.samples_left_out == 0:
             raise WindowUsageError("an update needs at least one micro-batch on some rank; got none")
-        if not total.same_settings:
+        if total.other_settings:
             raise WindowUsageError(
-                f"the ranks do not have the same settings; this one has {self._settings}. Build the "
-                f"window and load its state alike on every rank"
+                f"the ranks do not have the same settings: {name_ranks(total.other_settings)} not as "
+                f"rank 0; this one has {self._settings}. Build the window and load its state alike on "
+                f"every rank"
+            )
+        if total.other_samples:
+            raise WindowUsageError(
+                f"{name_ranks(total.other_samples)} hold other samples than another rank of the same "
+                f"replica; ranks that share one replica (tensor, context or pipeline parallel) are given "
+                f"the same micro-batches, in the same order"
             )
         planned = _planned_samples(window.plan)
         if planned is not None and total.samples > planned:
@@ -219,6 +244,7 @@ class Update:
                 f"this update holds {total.samples} samples over {ranks.num_replicas} replicas, more than "
                 f"the plan's global batch of {planned}"
             )
+        self._weightless = self._spare_batches(total)
         ranks.open_window(uneven=total.uneven, ranks_without=total.ranks_without, reset=total.reset)
         unknown = [term for term, n in zip(window.terms, total.items, strict=True) if n is None]
         if unknown and len(window.terms) > 1:
@@ -241,6 +267,18 @@ class Update:
         self._tally = total
         return total
 
+    def _spare_batches(self, total: GlobalTally) -> list[Any]:
+        """What this rank runs beside the others' micro-batches where it has fewer, and each turn is
+        collective: its own first again, or another rank's. They weigh nothing, and can't turn into NaN
+        unless the same micro-batch does where it counts."""
+        ranks, most = self._window.ranks, max(total.micro_batches_of)
+        if not ranks.equal_turns or not total.uneven:
+            return []
+        spare = self._held[0] if self._held else None
+        if total.ranks_without:
+            spare = ranks.lend(spare)
+        return [spare] * (most - len(self._held))
+
     # The loop -------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
@@ -260,18 +298,25 @@ class Update:
                 "a forward of the DDP model with gradients ran between the start of this update and its "
                 "loop, and would reduce early; run it inside the loop, before the update, or under no_grad"
             )
-        for index, batch in enumerate(self._held):
-            last = index == len(self._held) - 1
+        if ranks.equal_turns:
+            self._settle()  # a collective forward must know how many there are
+        spares = len(self._weightless)
+        for index, batch in enumerate([*self._weightless, *self._held]):
+            last = index == spares + len(self._held) - 1
             if last or ranks.warming_up or ranks.needs_reset:
                 self._settle()  # a forward that may reduce must know whether it will
+            if index == spares > 0:
+                self._window.snapshot.rewind()  # what weightless forwards did to buffers
             with ranks.micro_batch(last=last):
-                self._turn, self._waits_for_backward = index, True
+                self._turn, self._waits_for_backward = index - spares, True
                 yield batch
             if self._waits_for_backward:
                 raise IncompleteUpdateError(
                     f"{self._where()} had no update.backward(...); every micro-batch needs one, so that "
                     f"its items are in the update. Everything was rolled back"
                 )
+        if spares and not self._held:
+            self._window.snapshot.rewind()
 
     def backward(self, loss: LossSum | tuple[Tensor, Number] | Mapping[str, Any]) -> None:
         """Add the gradient of this micro-batch's *summed* loss; the window divides.
@@ -297,11 +342,12 @@ class Update:
         if self._tally is None:
             self._settle()
         # a reduction may put its own tensors in the place of gradients, which covers that trace
+        weightless = self._turn < 0
         covers = ranks.synchronises or len(self._losses) == len(self._held) - 1
         if snapshot.gradients.changed(whole=covers):
             self._refuse(GRADIENTS_CHANGED)
         roots = [
-            (given.loss_sum, self._seed(term, given.loss_sum))
+            (given.loss_sum, self._seed(term, given.loss_sum, weightless))
             for term, given in by_term.items()
             if given.loss_sum.requires_grad
         ]
@@ -311,12 +357,15 @@ class Update:
             # A backward that fails half way has added some of its gradients, so it can't be repeated.
             self._waits_for_backward = False
             ranks.check_forward()
-            if ranks.synchronises:
+            if ranks.meets:
                 self._meet_before_reducing()
             ranks.backward(roots)
             self._irrevocable = False
             snapshot.gradients.mark(whole=covers)
-        self._losses.append({term: without_graph(given) for term, given in by_term.items()})
+        detached = {term: without_graph(given) for term, given in by_term.items()}
+        self._turns_run += 1
+        if not weightless:
+            self._losses.append(detached)
         self._waits_for_backward = False
 
     def _changed(self) -> str | None:
@@ -365,8 +414,10 @@ class Update:
             )
         return {term: as_loss_sum(by_term[term], name=f"term {term!r}") for term in terms}
 
-    def _seed(self, term: str, loss_sum: Tensor) -> Tensor:
+    def _seed(self, term: str, loss_sum: Tensor, weightless: bool) -> Tensor:
         """The gradient of the update with respect to a term's summed loss, times the loss scale."""
+        if weightless:
+            return torch.zeros_like(loss_sum, requires_grad=False)
         kind, made = _KIND(loss_sum), self._seeds.get(term)
         if made is None or made[0] != kind:
             share = torch.full_like(loss_sum, self._shares[term], requires_grad=False)
@@ -375,7 +426,9 @@ class Update:
 
     def _refuse_missing_graph(self, by_term: Mapping[str, LossSum]) -> None:
         """Refuse a loss without a graph to run; none is needed where there is no item to learn from."""
-        if not self._window.ranks.synchronises and not any(float(v.num_items) for v in by_term.values()):
+        ranks = self._window.ranks
+        needed = ranks.synchronises or ranks.equal_turns
+        if not needed and not any(float(v.num_items) for v in by_term.values()):
             return
         raise ObjectiveError(
             f"the loss of {self._where()} does not depend on any parameter that requires a gradient; was "
@@ -404,12 +457,9 @@ class Update:
 
     def _commit(self) -> None:
         window, ranks = self._window, self._window.ranks
-        if len(self._losses) < len(self._held):
-            raise IncompleteUpdateError(
-                f"the loop was left after {len(self._losses)} of {len(self._held)} micro-batches; the "
-                f"update was rolled back, nothing was counted"
-            )
+        self._refuse_incomplete()
         total = self._settle()
+        self._refuse_incomplete()
         self._refuse(self._changed())
         if ranks.reduces_at_the_end:
             ranks.check_before_reducing(window.finish.parameters)
@@ -419,10 +469,18 @@ class Update:
         gradient_norm, result = self._agree_on_result()
         self._conclude(total, result, gradient_norm)
 
+    def _refuse_incomplete(self) -> None:
+        turns = len(self._weightless) + len(self._held)
+        if self._turns_run < turns:
+            raise IncompleteUpdateError(
+                f"the loop was left after {self._turns_run} of {turns} micro-batches; the update was "
+                f"rolled back, nothing was counted"
+            )
+
     def _agree_on_result(self) -> tuple[float, GlobalResult]:
         """Read the device once, and agree with the other ranks on what came out."""
         window, ranks = self._window, self._window.ranks
-        terms, held = len(window.terms), len(self._held)
+        terms, held = len(window.terms), len(self._losses)
         given = [loss for by_term in self._losses for loss in by_term.values()]
         self._learning_rates = window.finish.learning_rates()
         self._unscaled = True
@@ -441,7 +499,7 @@ class Update:
         )
         problem = self._problem(result)
         pending = window.agreement.exchange(
-            result.payload(rank=ranks.rank, num_replicas=ranks.num_replicas, num_terms=terms),
+            result.payload(roles=ranks.roles, num_terms=terms),
             doing="agreeing on what came out",
             failed=problem is not None,
         )
@@ -450,7 +508,7 @@ class Update:
             sums = self._wait_for_all(pending)
         except OtherRankFailedError as other:
             raise problem or other from None
-        total = GlobalResult.from_sums(sums, num_replicas=ranks.num_replicas, num_terms=terms)
+        total = GlobalResult.from_sums(sums, num_ranks=ranks.roles.num_ranks, num_terms=terms)
         if not total.same_gradient:
             self._irrevocable = False  # every rank raises this
             raise UpdateError(
@@ -481,6 +539,7 @@ class Update:
                     )
         if (
             result.norm == 0.0
+            and window.ranks.stepper is None
             and any(map(sum, result.items))
             and not gradients_of(window.finish.parameters)
         ):
@@ -613,6 +672,8 @@ class Update:
 
     def _where(self, index: int | None = None) -> str:
         number = (self._turn if index is None else index) + 1
+        if number < 1:
+            return f"a weightless turn on rank {self._window.ranks.rank}, beside the others' micro-batches"
         return f"micro-batch {number} of {len(self._held)} on rank {self._window.ranks.rank}"
 
 

@@ -33,17 +33,19 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from wholebatch.budget import AnyPlan
 from wholebatch.drawing import Drawn, Stand, draw, nothing_drawn, yields_windows
+from wholebatch.engine_finish import finish_for
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
 from wholebatch.finish import DeclaredSchedule, Finish
 from wholebatch.objective import LossFunction, Objective, counted_loss
 from wholebatch.ranks import find_ranks
 from wholebatch.ranks.agreement import Agreement
-from wholebatch.ranks.ddp import Reduce
+from wholebatch.ranks.base import Reduce, Traffic
 from wholebatch.record import Counters, UpdateRecord
 from wholebatch.result import result_size
 from wholebatch.snapshot import OnStaleGradients, Snapshot
@@ -59,7 +61,8 @@ class UpdateWindow:
     summed loss of term k and ``N_k`` its items, both over all micro-batches and replicas.
 
     Args:
-        model: a module on one rank, or ``DistributedDataParallel`` on several.
+        model: a module on one rank; on several under ``DistributedDataParallel`` or ``fully_shard``, or
+            with DTensors over tensor-parallel ranks.
         optimizer: one optimizer or several; each is stepped once an update.
         objective: which items count, their summed loss and N. By default whatever the loop passes to
             ``backward`` as ``(loss_sum, num_items)``, with N known only after the forwards.
@@ -68,9 +71,13 @@ class UpdateWindow:
         clip_grad_norm: largest Euclidean norm of the whole gradient, or ``None``.
         scheduler: a learning-rate schedule with its unit, ``per_update(scheduler)``, or several.
         scaler: a ``GradScaler`` for float16; the window drives it.
-        process_group: the ranks of the job; by default the model's own.
-        reduce: ``"overlapped"``: in the last backward. ``"after_agreement"``: after all ranks have
-            agreed, at the price of the overlap; an update can then be run again until the step.
+        process_group: the ranks of the job; by default the model's own, or all.
+        context_parallel: where sequences are cut over ranks, the dimension of the mesh over which they
+            are, as ``mesh["cp"]``. Its ranks share one replica, and each counts the items of its part.
+        reduce: ``"per_update"``: once, in the last backward. ``"per_micro_batch"``: in every backward,
+            of engines that shard gradients: more traffic, and no whole gradient is held.
+            ``"after_agreement"``, of DDP: once, after all ranks have agreed, at the price of the
+            overlap; an update can then be run again until the step.
         reduction_divisor: what a communication hook of your own divides by.
         on_nonfinite: ``"skip"`` an update whose gradient is NaN or infinite, or ``"raise"``.
         on_stale_gradients: ``"raise"``, ``"clear"`` or ``"include"`` gradients found at the start.
@@ -97,7 +104,8 @@ class UpdateWindow:
         scheduler: DeclaredSchedule | Sequence[DeclaredSchedule] | None = None,
         scaler: GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
-        reduce: Reduce = "overlapped",
+        context_parallel: DeviceMesh | None = None,
+        reduce: Reduce = "per_update",
         reduction_divisor: float | None = None,
         on_nonfinite: Literal["skip", "raise"] = "skip",
         on_stale_gradients: OnStaleGradients = "raise",
@@ -107,25 +115,32 @@ class UpdateWindow:
         if on_nonfinite not in ("skip", "raise"):
             raise WindowUsageError(f'on_nonfinite={on_nonfinite!r} is neither "skip" nor "raise"')
         objective = objective if objective is not None else counted_loss(lambda given, _: given)
-        finish = Finish(
+        ranks = find_ranks(
+            model,
+            process_group=process_group,
+            reduce=reduce,
+            reduction_divisor=reduction_divisor,
+            context_parallel=context_parallel,
+        )
+        finish = finish_for(
+            ranks,
             optimizers=_several(optimizer),
             clip_grad_norm=clip_grad_norm,
             scaler=scaler,
             schedules=_several(scheduler),
         )
-        ranks = find_ranks(
-            model, process_group=process_group, reduce=reduce, reduction_divisor=reduction_divisor
-        )
         ranks.check_parameters(finish.parameters)
+        if plan is not None:
+            ranks.check_plan(plan)
         if plan is not None and plan.replicas != ranks.num_replicas:
             raise WindowUsageError(
                 f"the plan has {plan.replicas} replicas and {ranks.num_replicas} are running; plan with "
                 f"the ranks that run, or start as many as planned"
             )
-        if on_stale_gradients == "include" and ranks.num_replicas > 1:
+        if on_stale_gradients == "include" and ranks.roles.num_ranks > 1:
             raise WindowUsageError(
-                f'on_stale_gradients="include" adds what lies on this rank, and {ranks.num_replicas} '
-                f"replicas would add different gradients; include them on one rank, or clear them"
+                f'on_stale_gradients="include" adds what lies on this rank, and {ranks.roles.num_ranks} '
+                f"ranks would add different gradients; include them on one rank, or clear them"
             )
         terms = tuple(objective.coefficients)
         self.samples_dropped = 0
@@ -136,7 +151,8 @@ class UpdateWindow:
             finish=finish,
             ranks=ranks,
             agreement=Agreement(
-                ranks, max(payload_size(len(terms)), result_size(ranks.num_replicas, len(terms)))
+                ranks,
+                max(size(len(terms), ranks.roles.num_ranks) for size in (payload_size, result_size)),
             ),
             terms=terms,
             snapshot=Snapshot(model, on_stale_gradients),
@@ -168,6 +184,17 @@ class UpdateWindow:
     def counters(self) -> Counters:
         """What was consumed so far, over all replicas."""
         return self._parts.counters
+
+    def traffic(self, micro_batches: int) -> Traffic:
+        """What an update costs this rank in reductions, in bytes between ranks and in bytes held.
+
+        Args:
+            micro_batches: of this rank.
+
+        Returns:
+            Predicted from the model's parameters; ``str()`` says it in words.
+        """
+        return self._parts.ranks.traffic(micro_batches)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
         """Draw this rank's micro-batches of one global batch after another from ``loader``.
@@ -208,16 +235,17 @@ class UpdateWindow:
                 parts.agreement.report_failure()
                 raise
             window, samples, more = drawn or nothing_drawn()
-            told = [float(drawn is not None), float(samples), float(more)]
+            roles = parts.ranks.roles
+            told = [float(drawn is not None), float(samples * roles.counts_samples), float(more)]
             try:
                 ranks_with, held_samples, some_more, *stands = parts.agreement.exchange(
-                    [*told, *(stand.numbers() if stand else ())], doing="drawing micro-batches"
+                    [*told, *(stand.numbers(roles) if stand else ())], doing="drawing micro-batches"
                 ).wait()
             except PoisonedWindowError as error:
                 parts.poisoned = str(error)
                 raise
             if stand is not None:
-                stand.refuse_others(stands, parts.ranks.num_replicas)
+                stand.refuse_others(stands, roles)
             if ranks_with == 0:
                 return
             # Only the end of the data is a tail; a short window before it is not dropped.

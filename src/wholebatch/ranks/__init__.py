@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args
+
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
 
 from wholebatch.errors import UnsupportedError
-from wholebatch.ranks.base import Ranks
-from wholebatch.ranks.ddp import DDPRanks, Reduce
+from wholebatch.gradients import is_sharded
+from wholebatch.ranks.base import Ranks, Reduce
 from wholebatch.ranks.single import SingleRank
 
-_KNOWN = "a plain module on one rank, or torch.nn.parallel.DistributedDataParallel on several"
-# By name, so that no engine is imported to say that it is not one of ours.
-_FOREIGN = {"FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine", "PipelineEngine", "DataParallel"}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What the user said of the ranks.
+
+    Attributes:
+        process_group: the ranks of the job; None for the engine's own, or all.
+        reduce: when the engine reduces.
+        reduction_divisor: what a communication hook of DDP divides by.
+        context_parallel: the ranks that hold parts of the same sequences.
+    """
+
+    process_group: dist.ProcessGroup | None
+    reduce: Reduce
+    reduction_divisor: float | None
+    context_parallel: DeviceMesh | None
+
+    def all_ranks(self) -> dist.ProcessGroup:
+        """The group of all ranks of the job."""
+        group = self.process_group if self.process_group is not None else dist.group.WORLD
+        assert group is not None
+        return group
 
 
 def find_ranks(
@@ -22,63 +45,152 @@ def find_ranks(
     process_group: dist.ProcessGroup | None,
     reduce: Reduce,
     reduction_divisor: float | None,
+    context_parallel: DeviceMesh | None = None,
 ) -> Ranks:
     """The seam for ``model``'s engine.
 
     Args:
         model: the module whose forward the loop calls.
         process_group: the ranks of the job; by default the model's own, or all ranks.
-        reduce: how DDP reduces; see :class:`wholebatch.ranks.ddp.DDPRanks`.
-        reduction_divisor: what a communication hook divides by.
+        reduce: when the engine reduces; see ``UpdateWindow``.
+        reduction_divisor: what a communication hook of DDP divides by.
+        context_parallel: one dimension of a mesh, of the ranks that hold parts of the same sequences.
 
     Raises:
         UnsupportedError: a wrapper that this version does not know, or several ranks without one.
     """
-    if reduce not in ("overlapped", "after_agreement"):
-        raise UnsupportedError(f'reduce={reduce!r} is neither "overlapped" nor "after_agreement"')
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise UnsupportedError(f"process_group={process_group!r} is no torch.distributed process group")
-    _refuse_unknown(model)
-    if isinstance(model, DistributedDataParallel):
-        if process_group is not None and process_group is not model.process_group:
-            raise UnsupportedError(
-                f"the window's process group has {dist.get_world_size(process_group)} ranks and DDP's "
-                f"another one of {dist.get_world_size(model.process_group)}; give both the same group"
-            )
-        return DDPRanks(model, reduce=reduce, reduction_divisor=reduction_divisor)
-    ranks = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
+    asked = Asked(
+        process_group=process_group,
+        reduce=reduce,
+        reduction_divisor=reduction_divisor,
+        context_parallel=context_parallel,
+    )
+    _refuse_odd(model, asked)
+    name, make = _engine(model)
+    _refuse_nested(model, name)
+    if reduction_divisor is not None and make is not _ddp:
+        raise UnsupportedError(
+            f"reduction_divisor={reduction_divisor!r} tells what a communication hook of "
+            f"DistributedDataParallel divides by, and {name} has none; leave it out"
+        )
+    return make(model, asked)
+
+
+# The engines, each imported once a model needs it ----------------------------------------------------
+
+
+def _ddp(model: Any, asked: Asked) -> Ranks:
+    from wholebatch.ranks.ddp import DDPRanks
+
+    group, own = asked.process_group, model.process_group
+    if group is not None and group is not own:
+        raise UnsupportedError(
+            f"the window's process group has {dist.get_world_size(group)} ranks and DDP's another one of "
+            f"{dist.get_world_size(own)}; give both the same group"
+        )
+    return DDPRanks(
+        model,
+        reduce=asked.reduce,
+        reduction_divisor=asked.reduction_divisor,
+        context_parallel=asked.context_parallel,
+    )
+
+
+def _fsdp(model: nn.Module, asked: Asked) -> Ranks:
+    from wholebatch.ranks.fsdp import FSDPRanks
+
+    return FSDPRanks(
+        model, reduce=asked.reduce, group=asked.all_ranks(), context_parallel=asked.context_parallel
+    )
+
+
+def _deepspeed(model: Any, asked: Asked) -> Ranks:
+    from wholebatch.ranks.deepspeed import DeepSpeedRanks
+
+    return DeepSpeedRanks(model, reduce=asked.reduce)
+
+
+def _tensor_parallel(model: nn.Module, asked: Asked) -> Ranks:
+    from wholebatch.ranks.tensor_parallel import TensorParallelRanks
+
+    return TensorParallelRanks(model, reduce=asked.reduce, group=asked.all_ranks())
+
+
+def _plain(model: nn.Module, asked: Asked) -> Ranks:
+    group = asked.process_group
+    ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1:
         raise UnsupportedError(
             f"{ranks} ranks are running and the model is a plain {type(model).__name__}, whose gradients "
-            f"nobody reduces; wrap it in torch.nn.parallel.DistributedDataParallel"
+            f"nobody reduces; wrap it in torch.nn.parallel.DistributedDataParallel, or use fully_shard"
         )
-    if reduction_divisor is not None:
+    if asked.reduce == "per_micro_batch":
         raise UnsupportedError(
-            f"reduction_divisor={reduction_divisor!r} tells what a communication hook of "
-            f"DistributedDataParallel divides by, and one rank reduces nothing; leave it out"
+            'reduce="per_micro_batch" is for engines that shard gradients, and one rank reduces nothing; '
+            "leave it out"
         )
     return SingleRank()
 
 
-def _refuse_unknown(model: nn.Module) -> None:
+_Make = Callable[[Any, Asked], Ranks]
+# By name, so that no engine is imported to say that a model is not one of its own.
+_BY_CLASS: dict[str, _Make] = {
+    "DistributedDataParallel": _ddp,
+    "FSDPModule": _fsdp,
+    "DeepSpeedEngine": _deepspeed,
+}
+_KNOWN = (
+    "a plain module on one rank, and on several torch.nn.parallel.DistributedDataParallel, fully_shard, "
+    "DeepSpeed, or DTensors over a mesh of tensor-parallel ranks"
+)
+# Known by name, and refused.
+_FOREIGN = {"DataParallel", "FullyShardedDataParallel", "PipelineEngine"}
+
+
+def _engine(model: nn.Module) -> tuple[str, _Make]:
+    """The name of the engine that a model is under, and what makes its ranks."""
+    for name, make in _BY_CLASS.items():
+        if name in _class_names(model):
+            return name, make
+    inside = {name for module in model.modules() for name in _class_names(module)}
+    if "FSDPModule" in inside:
+        return "FSDPModule", _fsdp
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        return "a model of DTensors", _tensor_parallel
+    return "a plain module", _plain
+
+
+def _refuse_odd(model: Any, asked: Asked) -> None:
+    if asked.reduce not in get_args(Reduce):
+        raise UnsupportedError(
+            f"reduce={asked.reduce!r} is none of {', '.join(map(repr, get_args(Reduce)))}"
+        )
+    if asked.process_group is not None and not isinstance(asked.process_group, dist.ProcessGroup):
+        raise UnsupportedError(
+            f"process_group={asked.process_group!r} is no torch.distributed process group"
+        )
+    if asked.context_parallel is not None and not isinstance(asked.context_parallel, DeviceMesh):
+        raise UnsupportedError(
+            f"context_parallel={asked.context_parallel!r} is no DeviceMesh; give a dimension of one, as "
+            f'mesh["cp"]'
+        )
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"the model is a {type(model).__name__}; the window knows {_KNOWN}")
-    for name, module in model.named_modules():
-        engine = _engine(module)
-        if engine in _FOREIGN or (engine and name):
-            where = f"{name} inside the model" if name else "the model"
-            raise UnsupportedError(
-                f"{where} is a {engine}, which the window does not know there. It knows {_KNOWN}; "
-                f"compile or nest what is inside DistributedDataParallel, not the wrapper itself"
-            )
-    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+
+
+def _refuse_nested(model: nn.Module, engine: str) -> None:
+    """Refuse wrappers that the window does not know, and those that it knows inside of another."""
+    for path, module in model.named_modules():
+        names = _class_names(module)
+        found = names & (_FOREIGN | set(_BY_CLASS))
+        if not found or (found == {engine} and (not path or engine == "FSDPModule")):
+            continue
+        where = f"{path} inside the model" if path else "the model"
         raise UnsupportedError(
-            f"the model has parameters that are DTensors (sharded over ranks); the window knows {_KNOWN}"
+            f"{where} is a {min(found)}, which the window does not know there. It knows {_KNOWN}; "
+            f"compile or nest what is inside DistributedDataParallel, not the wrapper itself"
         )
 
 
-def _engine(module: nn.Module) -> str | None:
-    """The name of the engine that ``module`` is, or None for a plain module."""
-    names = {base.__name__ for base in type(module).__mro__}
-    found = names & (_FOREIGN | {"DistributedDataParallel"})
-    return min(found) if found else None
+def _class_names(module: nn.Module) -> set[str]:
+    return {base.__name__ for base in type(module).__mro__}

@@ -14,11 +14,13 @@ from typing import Literal, get_args
 from wholebatch.errors import OtherRankFailedError, PoisonedWindowError
 from wholebatch.ranks.base import PendingTotal, Ranks
 
-# ranks that failed, the sum of their numbers, ranks that are poisoned, and the exchange's place in the
-# update with its square, by which ranks that run different code are told apart
-_HEADER = 5
+# In a rank's own place of an exchange: its number of the exchange from 1 on, by which ranks that run
+# different code are told apart, or one of these.
+_FAILED = -1.0
+_POISONED = -2.0
 Place = Literal[
     "drawing micro-batches",
+    "about to count items in forwards",
     "adding up what the window holds",
     "about to reduce gradients",
     "agreeing on what came out",
@@ -34,41 +36,46 @@ class PendingExchange:
     _sums: PendingTotal
     _size: int
     _doing: str
-    _num_replicas: int
+    _num_ranks: int
 
-    def wait(self) -> list[float]:
-        """The payload, added up over the replicas.
+    def wait(self, patience_s: float | None = None) -> list[float]:
+        """The payload, added up over the ranks.
+
+        Args:
+            patience_s: seconds to wait for the others; None as long as the process group.
 
         Raises:
             OtherRankFailedError: some rank failed instead; all roll this update back.
             PoisonedWindowError: some rank is beyond the point of no return, or is gone.
         """
         try:
-            sums = self._sums.wait()
+            sums = self._sums.wait(patience_s)
         except RuntimeError as error:
             raise PoisonedWindowError(
                 f"contact with another rank was lost while {self._doing}: it ended, or did not answer "
-                f"within the process group's timeout. Restart from the last committed update ({error})"
+                f"within {_patience(patience_s)}. Restart from the last committed update ({error})"
             ) from error
-        failed, numbers, poisoned, places, squares = (round(value) for value in sums[:_HEADER])
-        who = f"rank {numbers}" if failed == 1 else f"{failed} ranks"
-        if poisoned:
+        states = [round(state) for state in sums[: self._num_ranks]]
+        if _POISONED in states:
             raise PoisonedWindowError(
-                f"{who} failed beyond the point of no return of an earlier update; "
-                f"restart all ranks from the last committed update"
+                f"{_ranks_at(states, _POISONED)} failed beyond the point of no return of an earlier "
+                f"update; restart all ranks from the last committed update"
             )
-        if failed:
+        if _FAILED in states:
             raise OtherRankFailedError(
-                f"{who} failed while this rank was {self._doing}; an update under way was rolled back on "
-                f"every rank and may be run again"
+                f"{_ranks_at(states, _FAILED)} failed while this rank was {self._doing}; an update under "
+                f"way was rolled back on every rank and may be run again"
             )
-        if not same_everywhere(places, squares, self._num_replicas):
+        if len(set(states)) > 1:
+            where = "; ".join(
+                f"{_ranks_at(states, place)} {_PLACES[place - 1]}" for place in sorted(set(states))
+            )
             raise PoisonedWindowError(
-                f"this rank was {self._doing} while another was elsewhere in its loop; every rank "
-                f"must make the same calls of window.batches, update and run. Restart from the last "
+                f"this rank was {self._doing} while another was elsewhere in its loop ({where}); every "
+                f"rank must make the same calls of window.batches, update and run. Restart from the last "
                 f"committed update"
             )
-        return sums[_HEADER : _HEADER + self._size]
+        return sums[self._num_ranks : self._num_ranks + self._size]
 
 
 class Agreement:
@@ -87,26 +94,27 @@ class Agreement:
         self, payload: Sequence[float] = (), *, doing: Place, failed: bool = False
     ) -> PendingExchange:
         """Begin an exchange; ``failed`` tells the others that this rank can't commit."""
-        place = float(_PLACES.index(doing))
-        mine = [1.0, float(self._ranks.rank), 0.0] if failed else [0.0, 0.0, 0.0]
-        return self._begin([*mine, place, place**2], payload, doing)
+        return self._begin(_FAILED if failed else 1.0 + _PLACES.index(doing), payload, doing)
 
     def report_failure(self) -> None:
-        """Answer the exchange that the others make next, and wait until they have heard."""
+        """Answer the exchange that the others make next, and wait until they have heard.
+
+        Raises:
+            PoisonedWindowError: they don't: they ended, or are inside a collective that this rank left.
+        """
         try:
-            self._begin(
-                [1.0, float(self._ranks.rank), 0.0, 0.0, 0.0], (), "reporting its own failure"
-            ).wait()
+            self._begin(_FAILED, (), "reporting its own failure").wait(self._ranks.patience_s)
         except OtherRankFailedError:
             return
 
     def report_poison(self) -> None:
         """Leave word for the exchange that the others may make later; does not wait."""
-        self._begin([1.0, float(self._ranks.rank), 1.0, 0.0, 0.0], (), "reporting poison")
+        self._begin(_POISONED, (), "reporting poison")
 
-    def _begin(self, header: Sequence[float], payload: Sequence[float], doing: str) -> PendingExchange:
+    def _begin(self, state: float, payload: Sequence[float], doing: str) -> PendingExchange:
         assert len(payload) <= self._size, (len(payload), self._size)
-        vector = [*header, *payload, *[0.0] * (self._size - len(payload))]
+        roles = self._ranks.roles
+        vector = [*roles.slots(state), *payload, *[0.0] * (self._size - len(payload))]
         try:
             sums = self._ranks.total(vector)
         except RuntimeError as error:
@@ -114,12 +122,26 @@ class Agreement:
                 f"contact with another rank was lost while {doing}; restart from the last committed "
                 f"update ({error})"
             ) from error
-        return PendingExchange(sums, len(payload), doing, self._ranks.num_replicas)
+        return PendingExchange(sums, len(payload), doing, roles.num_ranks)
 
 
-def same_everywhere(total: float, squares: float, num_replicas: int) -> bool:
-    """Whether every replica gave the same number, from its sum and the sum of its squares.
+def _ranks_at(states: Sequence[float], wanted: float) -> str:
+    return name_ranks([rank for rank, state in enumerate(states) if state == wanted])
 
-    ``D * sum x^2 = (sum x)^2`` holds only if all x are equal, and every replica sees the same answer.
-    """
-    return num_replicas * squares == total**2
+
+def _patience(patience_s: float | None) -> str:
+    return "the process group's timeout" if patience_s is None else f"{patience_s:g} seconds"
+
+
+def unlike_first(values: Sequence[float]) -> list[int]:
+    """The ranks whose value is not the first rank's, where each gave its own in its slot."""
+    return [rank for rank, value in enumerate(values) if value != values[0]]
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks by number, the first few of many: "rank 3", "ranks 1 and 5", "ranks 0, 1, 2 and 9 more"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= 4:
+        return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:3]))} and {len(ranks) - 3} more"

@@ -3,7 +3,8 @@
 One class for each engine. The window asks it for a handful of things and has no branch on the
 number of ranks or on the engine:
 
-* ``total``: add a small host vector up over the replicas;
+* ``roles``: which rank this is, and for what of its replica it speaks;
+* ``total``: add a small host vector up over all ranks of the job;
 * ``begin``, ``open_window``, ``end``: around an update; switches are put back as they were found;
 * ``micro_batch``: hold the reduction back for one micro-batch, or let it run in the last;
 * ``divisor``: what the engine divides by when it reduces;
@@ -17,51 +18,200 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from wholebatch.budget import AnyPlan
 from wholebatch.gradients import careful_norm, total_norm
+
+# "per_update": once, in the last backward. "per_micro_batch": in every backward, of engines that shard
+# gradients. "after_agreement": once, when all ranks have agreed.
+Reduce = Literal["per_update", "per_micro_batch", "after_agreement"]
 
 
 class PendingTotal(Protocol):
-    """A sum over replicas that is on its way."""
+    """A sum over ranks that is on its way."""
 
-    def wait(self) -> list[float]:
-        """The sums; blocks until every replica has given its part."""
+    def wait(self, patience_s: float | None = None) -> list[float]:
+        """The sums; blocks until every rank has given its part, or the group's timeout.
+
+        Args:
+            patience_s: seconds after which to give up earlier.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roles:
+    """Which rank this is, and for what of its replica it speaks, so that all is counted once.
+
+    Attributes:
+        rank: number of this rank among all ranks of the job.
+        replica_of: the replica of each rank, by rank. Ranks of one replica (tensor, context and pipeline
+            parallel) are given the same samples.
+        counts_samples: whether this rank's samples enter the totals: one rank of each replica.
+        counts_items: whether the items that it counts do: one rank of each replica, or, where sequences
+            are cut over ranks, each for its own part.
+        counts_losses: whether the losses that it sums do; the last stage's of a pipeline.
+        stages: parts of the model of which each rank holds one, so that it has no gradient of the others.
+    """
+
+    rank: int = 0
+    replica_of: tuple[int, ...] = (0,)
+    counts_samples: bool = True
+    counts_items: bool = True
+    counts_losses: bool = True
+    stages: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks of the job."""
+        return len(self.replica_of)
+
+    @property
+    def num_replicas(self) -> int:
+        """D, the data-parallel copies of the model."""
+        return max(self.replica_of) + 1
+
+    @classmethod
+    def one_each(cls, rank: int, num_ranks: int) -> Roles:
+        """Every rank is a replica."""
+        return cls(rank=rank, replica_of=tuple(range(num_ranks)))
+
+    def slots(self, value: float) -> list[float]:
+        """``value`` in this rank's place and zero in all others: the sum over ranks tells each rank's."""
+        found = [0.0] * self.num_ranks
+        found[self.rank] = value
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What one update costs a rank beyond the work itself; bytes as they are handed to collectives.
+
+    Attributes:
+        reductions: of gradients.
+        reduced_bytes: of gradients that are added up over ranks.
+        gathered_bytes: of parameters that are gathered from shards.
+        held_bytes: of whole gradients that are held from one micro-batch to the next.
+    """
+
+    reductions: int = 0
+    reduced_bytes: int = 0
+    gathered_bytes: int = 0
+    held_bytes: int = 0
+
+    def __str__(self) -> str:
+        times = "reduction" if self.reductions == 1 else "reductions"
+        return (
+            f"{self.reductions} {times} of gradients an update, {_mib(self.reduced_bytes)} reduced and "
+            f"{_mib(self.gathered_bytes)} gathered, {_mib(self.held_bytes)} of whole gradients held"
+        )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.2f} MiB"
+
+
+class Stepper(Protocol):
+    """An engine that scales, clips and steps itself."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's own trainable parameters; the engine's optimizer may hold others, flat."""
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups with their learning rates."""
+
+    def check_optimizers(self, optimizers: Sequence[Any]) -> None:
+        """Refuse any but the engine's own."""
+
+    def check_clip(self, clip_grad_norm: float | None) -> None:
+        """Refuse a norm that is not the one that the engine clips to."""
+
+    def check_schedules(self, schedules: Sequence[Any]) -> None:
+        """Refuse schedules beside the engine's own."""
+
+    def loss_scale(self) -> float | None:
+        """The loss scale; None where there is none. Does not read the device."""
+
+    def scaled(self, seed: Tensor) -> Tensor:
+        """The gradient that a backward starts from, times the loss scale unless the engine sees to that."""
+
+    def correct(self, factor: float) -> None:
+        """Multiply the reduced gradient in place."""
+
+    def step(self) -> bool:
+        """One step of the engine; False where it skipped because of an overflow."""
+
+    def drop(self) -> None:
+        """Forget the gradient without a step."""
 
 
 class Ranks(ABC):
-    """What the window needs of an engine. One gradient reduction an update, over all replicas.
+    """What the window needs of an engine.
 
     Attributes:
-        rank: the number of this rank.
-        num_replicas: D, the data-parallel copies of the model.
+        roles: this rank among those of the job.
         divisor: what the engine divides gradients by when it reduces; the window multiplies by it.
         reductions: gradient reductions issued in the update under way.
         warming_up: True while the engine wants its first backward synchronised.
         synchronises: True while the backward of the open micro-batch reduces gradients.
+        meets: True while all ranks say that they got there before that backward.
         reduces_at_the_end: True when the whole window is held back and one reduction follows it.
         needs_reset: True when something outside the window left the engine armed on this rank.
+        equal_turns: True when forwards, or every backward, are collective. N is then agreed before the
+            first forward, and ranks with fewer micro-batches run weightless ones beside the others'.
+        patience_s: seconds that a rank which failed waits for the others to hear of it; None as long as
+            the process group. Short where they may be inside a collective that it left.
+        stepper: the engine itself, where it scales, clips and steps; None where torch's optimizer does.
     """
 
-    rank: int = 0
-    num_replicas: int = 1
+    roles: Roles = Roles()
     divisor: float = 1.0
     reductions: int = 0
     warming_up: bool = False
     synchronises: bool = False
     reduces_at_the_end: bool = False
     needs_reset: bool = False
+    equal_turns: bool = False
+    patience_s: float | None = None
+    stepper: Stepper | None = None
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self.roles.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """D, the data-parallel copies of the model."""
+        return self.roles.num_replicas
+
+    @property
+    def meets(self) -> bool:
+        """Whether all ranks say that they got there before the backward of the open micro-batch."""
+        return self.synchronises
+
+    def lend(self, batch: Any) -> Any:
+        """A micro-batch for a rank that has none: that of the first rank that has one.
+
+        Args:
+            batch: this rank's first; None without one. Called on every rank of the job at once.
+        """
+        raise NotImplementedError(f"{type(self).__name__} lets ranks go without micro-batches")
 
     @abstractmethod
     def total(self, vector: Sequence[float]) -> PendingTotal:
-        """Begin to add ``vector`` up over the replicas, in float64 on the host."""
+        """Begin to add ``vector`` up over all ranks of the job, in float64 on the host."""
 
     @abstractmethod
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse parameters of the optimizer whose gradients the engine would not reduce."""
+
+    def check_plan(self, plan: AnyPlan) -> None:  # noqa: B027 - most engines have no settings of their own
+        """Refuse a plan that the engine's own settings contradict."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -101,8 +251,16 @@ class Ranks(ABC):
         torch.autograd.backward([loss for loss, _ in roots], [gradient for _, gradient in roots])
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The Euclidean norm of the reduced gradient, as :func:`wholebatch.gradients.total_norm`."""
-        return total_norm(gradients)
+        """The Euclidean norm of the whole reduced gradient, the same on every rank.
+
+        Args:
+            gradients: those that lie on this rank; none where it has none.
+        """
+        return total_norm(gradients) if gradients else torch.zeros(())
+
+    def traffic(self, micro_batches: int) -> Traffic:  # noqa: ARG002
+        """What an update of so many micro-batches on this rank costs."""
+        return Traffic()
 
     def careful_norm(self, gradients: Sequence[Tensor]) -> float:
         """The same where its squares overflow, as :func:`wholebatch.gradients.careful_norm`."""

@@ -1,4 +1,4 @@
-"""What the ranks of a DDP model say to each other, in torch's own collectives.
+"""What the ranks of a job say to each other, in torch's own collectives.
 
 Small vectors travel on the host, in a group apart from all other traffic; gradients and buffers in
 flat buckets on the model's own group.
@@ -6,9 +6,11 @@ flat buckets on the model's own group.
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,9 +27,77 @@ class HostTotal:
     vector: Tensor
     work: Any
 
-    def wait(self) -> list[float]:
-        self.work.wait()
+    def wait(self, patience_s: float | None = None) -> list[float]:
+        """The sums; blocks until every rank has given its part.
+
+        Args:
+            patience_s: seconds after which to give up; as long as the group's timeout where None.
+        """
+        if patience_s is None:
+            self.work.wait()
+        else:
+            self.work.wait(timedelta(seconds=patience_s))
         return [float(value) for value in self.vector.tolist()]
+
+
+class HostTotals:
+    """Sums of small vectors over the ranks of a job.
+
+    Args:
+        group: the ranks. Held weakly, as torch owns its groups: one that outlives
+            ``destroy_process_group()`` can abort the process at its exit.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(host_group(group))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group of the host vectors.
+
+        Raises:
+            RuntimeError: it was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed")
+        return group
+
+    def begin(self, vector: Sequence[float]) -> HostTotal:
+        """Begin to add ``vector`` up over the ranks, in float64."""
+        sums = torch.tensor(vector, dtype=torch.float64)
+        return HostTotal(sums, dist.all_reduce(sums, group=self.group, async_op=True))
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What each rank gave, by rank, on every rank."""
+        group = self.group
+        given: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(given, mine, group=group)
+        return given
+
+    def lend(self, batch: Any) -> Any:
+        """The micro-batch of the first rank that has one, on every rank; None where none has.
+
+        Raises:
+            RuntimeError: on every rank: it can't be sent.
+        """
+        having = self.gather(batch is not None)
+        if not any(having):
+            return None
+        source = having.index(True)
+        sent: list[Any] = [None]
+        if dist.get_rank(self.group) == source:
+            try:
+                sent = [pickle.dumps(batch)]
+            except Exception as error:  # the others wait for it
+                sent = [f"{type(error).__name__}: {error}"]
+        dist.broadcast_object_list(sent, src=dist.get_global_rank(self.group, source), group=self.group)
+        if isinstance(sent[0], str):
+            raise RuntimeError(
+                f"a rank without micro-batches needs one of rank {source}'s for its collective forwards, "
+                f"which can't be sent: {sent[0]}"
+            )
+        return batch if batch is not None else pickle.loads(sent[0])
 
 
 # One for each group of a model, however many windows are built over it: a group holds threads and sockets.

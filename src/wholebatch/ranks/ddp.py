@@ -24,20 +24,20 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
 from wholebatch.gradients import GradientWatch
-from wholebatch.ranks.base import Ranks
-from wholebatch.ranks.collectives import HostTotal, copy_from_first, host_group, sum_over_ranks
-
-Reduce = Literal["overlapped", "after_agreement"]
+from wholebatch.ranks.base import Ranks, Reduce, Roles, Traffic
+from wholebatch.ranks.collectives import HostTotal, HostTotals, copy_from_first, sum_over_ranks
+from wholebatch.ranks.roles import roles_of_mesh
 
 # Hooks that divide by the number of ranks, as DDP itself does. Any other hook may do anything.
 _AVERAGING_HOOKS = (
@@ -52,42 +52,52 @@ class DDPRanks(Ranks):
 
     Args:
         model: the DDP model.
-        reduce: ``"overlapped"``: DDP reduces in the last micro-batch's backward and divides by D.
+        reduce: ``"per_update"``: DDP reduces in the last micro-batch's backward and divides by D.
             ``"after_agreement"``: every micro-batch is held back, all ranks agree, and one reduction
             of our own adds up without dividing.
         reduction_divisor: what a communication hook of your own divides by.
+        context_parallel: the ranks that hold parts of the same sequences, among those of DDP.
 
     Raises:
         UnsupportedError: a hook, mode or parameter that can't be reduced exactly.
     """
 
     def __init__(
-        self, model: DistributedDataParallel, *, reduce: Reduce, reduction_divisor: float | None
+        self,
+        model: DistributedDataParallel,
+        *,
+        reduce: Reduce,
+        reduction_divisor: float | None,
+        context_parallel: DeviceMesh | None = None,
     ) -> None:
+        if reduce == "per_micro_batch":
+            raise UnsupportedError(
+                'reduce="per_micro_batch" is for engines that shard gradients; DDP holds them '
+                'whole in any case, and reduces "per_update" or "after_agreement"'
+            )
         self._model = model
         self._always_after = reduce == "after_agreement"
         self._declared_divisor = reduction_divisor
-        self.rank = dist.get_rank(model.process_group)
-        self.num_replicas = dist.get_world_size(model.process_group)
+        self._num_reducing = dist.get_world_size(model.process_group)
         self.warming_up = bool(model.static_graph) and not self._always_after
         self._found = (True, True)
         self._forwarded = False  # a forward of the open micro-batch ran with the reduction on
         self._in_scope = False
         self._reduced = _trainable(model)
         self._refuse_modes()
-        # Weakly, as torch owns its groups: a group that outlives destroy_process_group() can abort the
-        # process at its exit. The hook below is weak for the same reason: it would keep the model.
-        self._host_group = weakref.ref(host_group(model.process_group))
+        self._totals = HostTotals(model.process_group)
+        rank = dist.get_rank(model.process_group)
+        if context_parallel is None:
+            self.roles = Roles.one_each(rank, self._num_reducing)
+        else:
+            self.roles = roles_of_mesh(self._totals, rank, self._num_reducing, context_parallel)
         model.reducer._rebuild_buckets()  # pending where the model was trained before
+        # Weakly: it would keep the model, which must not outlive its process group.
         hook = model.register_forward_pre_hook(_weakly(self._note_forward))
         weakref.finalize(self, hook.remove)
 
     def total(self, vector: Sequence[float]) -> HostTotal:
-        group = self._host_group()
-        if group is None:
-            raise RuntimeError("the process group was destroyed")
-        sums = torch.tensor(vector, dtype=torch.float64)
-        return HostTotal(sums, dist.all_reduce(sums, group=group, async_op=True))
+        return self._totals.begin(vector)
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         reduced = {id(parameter) for _, parameter in self._reduced}
@@ -161,13 +171,18 @@ class DDPRanks(Ranks):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise UnsupportedError(
                     f"{name} has a sparse gradient, which the reduction after agreement can't add up; use "
-                    f'sparse=False, or reduce="overlapped" with a micro-batch on every rank'
+                    f'sparse=False, or reduce="per_update" with a micro-batch on every rank'
                 )
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         gradients = self._present_on_any_rank(parameters)
         sum_over_ranks(gradients, self._model.process_group)
         self.reductions += 1
+
+    def traffic(self, micro_batches: int) -> Traffic:  # noqa: ARG002
+        gradients = sum(parameter.nbytes for _, parameter in self._reduced)
+        # DDP's gradients are whole in any case: nothing is held for the window's sake
+        return Traffic(reductions=1, reduced_bytes=gradients)
 
     def share_buffers(self) -> None:
         if self._model.broadcast_buffers:
@@ -207,7 +222,7 @@ class DDPRanks(Ranks):
         if self._always_after and model.static_graph:
             raise UnsupportedError(
                 "DDP(static_graph=True) needs a synchronised first backward, which "
-                'reduce="after_agreement" holds back; use reduce="overlapped", or leave static_graph off'
+                'reduce="after_agreement" holds back; use reduce="per_update", or leave static_graph off'
             )
         built_over = len(model.reducer.get_backward_stats())  # one for each parameter
         if len(self._reduced) != built_over:
@@ -242,12 +257,12 @@ class DDPRanks(Ranks):
             ):
                 raise UnsupportedError(
                     f"reduction_divisor={declared!r} is no number that a reduction divides by; give "
-                    f"{self.num_replicas} for a mean over the ranks, 1 for a sum"
+                    f"{self._num_reducing} for a mean over the ranks, 1 for a sum"
                 )
-            if not hooks and declared != self.num_replicas:
+            if not hooks and declared != self._num_reducing:
                 raise UnsupportedError(
                     f"reduction_divisor={declared!r} without a communication hook: DDP itself divides by "
-                    f"{self.num_replicas}; register the hook before you build the window, or leave it out"
+                    f"{self._num_reducing}; register the hook before you build the window, or leave it out"
                 )
             return float(declared)
         unknown = [hook for hook in hooks if hook not in _AVERAGING_HOOKS]
@@ -256,10 +271,10 @@ class DDPRanks(Ranks):
             raise UnsupportedError(
                 f"the DDP communication hook {name} is not one of those known to average "
                 f"({', '.join(hook.__name__ for hook in _AVERAGING_HOOKS)}); a hook that sums makes the "
-                f"update {self.num_replicas} times too large. Say what it divides by: "
-                f"reduction_divisor={self.num_replicas} for a mean, reduction_divisor=1 for a sum"
+                f"update {self._num_reducing} times too large. Say what it divides by: "
+                f"reduction_divisor={self._num_reducing} for a mean, reduction_divisor=1 for a sum"
             )
-        return float(self.num_replicas)
+        return float(self._num_reducing)
 
     # Evidence that the reduction happened --------------------------------------------------------
 

@@ -15,7 +15,7 @@ from wholebatch.ranks.base import Ranks
 class _Known:
     sums: list[float]
 
-    def wait(self) -> list[float]:
+    def wait(self, patience_s: float | None = None) -> list[float]:  # noqa: ARG002
         return self.sums
 
 

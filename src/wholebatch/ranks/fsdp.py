@@ -1,0 +1,307 @@
+"""torch's ``fully_shard`` (FSDP2), also over a mesh of two dimensions (HSDP) and beside tensor parallel.
+
+Facts of FSDP2 that this file rests on (read in torch 2.13 and tested against it):
+
+* Forward and backward gather parameters, so every rank must run as many of them as the others. Ranks
+  with fewer micro-batches run weightless ones (``equal_turns``).
+* The flags that say whether a backward reduces are read in the backward, by each group of parameters.
+  The group's setters for factors act on one module only, the others on all that it holds; here each
+  group is set by itself and put back as it was found.
+* Held back, gradients wait inside the groups, in ``reduce_dtype`` where there is one, and ``zero_grad``
+  does not reach them. Reduced each time, they are added up in the sharded parameters' own dtype.
+* A factor of one's own divides by a multiplied sum that gloo does not have. The plain mean over the mesh
+  is exact too, since the window multiplies by its divisor, so factors are set aside for the update.
+* After an exception inside a forward or backward the groups stay where they were, and a later backward
+  trains nothing, without an error. ``reset_iter_state`` puts that right, but not what was held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from wholebatch.errors import PoisonedWindowError, StaleGradientsError, UnsupportedError
+from wholebatch.ranks.base import Ranks, Reduce, Traffic
+from wholebatch.ranks.collectives import HostTotal, HostTotals
+from wholebatch.ranks.norms import careful_norm_over_ranks, norm_over_ranks
+from wholebatch.ranks.roles import roles_of_mesh
+
+# What a window sets in a group for the time of an update or a micro-batch.
+_SWITCHES = ("reduce_grads", "all_reduce_grads")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """How a group was before the update."""
+
+    switches: tuple[bool, ...]
+    factor: float | None
+
+
+class FSDPRanks(Ranks):
+    """The ranks of one model under ``fully_shard``; each is a replica, unless one is cut over several.
+
+    Args:
+        model: the sharded model.
+        reduce: ``"per_update"``: held back, and reduced in the last backward; whole gradients are held.
+            ``"per_micro_batch"``: each backward reduces to the shards; over a mesh of two dimensions only
+            within a shard group, and over the replicas once.
+        group: all ranks of the job.
+        context_parallel: the ranks that hold parts of the same sequences, among those that shard.
+
+    Raises:
+        UnsupportedError: a model that is not sharded as a whole, or a reduction of the user's own.
+    """
+
+    equal_turns = True
+    patience_s = 60.0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        reduce: Reduce,
+        group: dist.ProcessGroup,
+        context_parallel: DeviceMesh | None = None,
+    ) -> None:
+        if reduce == "after_agreement":
+            raise UnsupportedError(
+                'reduce="after_agreement" is a mode of DistributedDataParallel; fully_shard reduces '
+                '"per_update" (holds whole gradients) or "per_micro_batch" (more traffic)'
+            )
+        self._model = model
+        self._per_micro_batch = reduce == "per_micro_batch"
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._groups = _groups(self._modules)
+        self._group = group
+        self._device = self._groups[0].device
+        self._last = False
+        self._found: list[_Found] = []
+        self.divisor = float(self._one_mesh_size())
+        self._totals = HostTotals(group)
+        place, size = _place(self._groups[0].mesh_info)
+        self.roles = roles_of_mesh(self._totals, place, size, context_parallel)
+        self._refuse_own_reductions()
+
+    @property
+    def meets(self) -> bool:
+        # Every forward is a meeting already; what a last one adds is that all may still turn back.
+        return self._last
+
+    def total(self, vector: Sequence[float]) -> HostTotal:
+        return self._totals.begin(vector)
+
+    def lend(self, batch: Any) -> Any:
+        return self._totals.lend(batch)
+
+    def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
+        known = {id(one.sharded_param) for group in self._groups for one in group.fsdp_params}
+        outside = [p for p in parameters if p.requires_grad and id(p) not in known]
+        if outside:
+            names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+            first = names.get(id(outside[0]), f"one of shape {list(outside[0].shape)}")
+            raise UnsupportedError(
+                f"{len(outside)} of the optimizer's {len(parameters)} parameters are not sharded by "
+                f"fully_shard (the first is {first}), so nobody reduces their gradients; call fully_shard "
+                f"on the whole model too, and build the optimizer afterwards"
+            )
+
+    def begin(self) -> None:
+        self._refuse_own_reductions()
+        self._refuse_left_gradients()
+        self.reductions = 0
+        self._found = [
+            _Found(tuple(getattr(group, name) for name in _SWITCHES), group.gradient_divide_factor)
+            for group in self._groups
+        ]
+        for group in self._groups:
+            group.gradient_divide_factor = None
+            group.reshard()  # a forward without gradients may have left it gathered
+
+    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
+        pass
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        self.synchronises, self._last = last or self._per_micro_batch, last
+        for group in self._groups:
+            group.reduce_grads, group.all_reduce_grads = self.synchronises, last
+        try:
+            yield
+        finally:
+            self._put_switches_back()
+            self.synchronises = self._last = False
+
+    def check_forward(self) -> None:
+        pass
+
+    def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().backward(roots)
+        if not self.synchronises:
+            return
+        self.reductions += 1
+        if left := self._held_back():
+            raise PoisonedWindowError(
+                f"rank {self.rank}: the backward that was to reduce left the gradients of {len(left)} "
+                f"parameters inside fully_shard's groups ({left[0]}); was its loss computed without the "
+                f"sharded model's forward, or a switch of fully_shard set inside the loop? Restart from "
+                f"the last committed update"
+            )
+
+    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
+        pass
+
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
+        pass
+
+    def share_buffers(self) -> None:
+        pass  # fully_shard leaves buffers to each rank, and so does the window
+
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        holders = self.roles.num_ranks // self.roles.stages
+        return norm_over_ranks(gradients, holders=holders, group=self._group, device=self._device)
+
+    def careful_norm(self, gradients: Sequence[Tensor]) -> float:
+        holders = self.roles.num_ranks // self.roles.stages
+        return careful_norm_over_ranks(gradients, holders=holders, group=self._group, device=self._device)
+
+    def traffic(self, micro_batches: int) -> Traffic:
+        return _traffic(self._groups, micro_batches, per_micro_batch=self._per_micro_batch)
+
+    def end(self, *, committed: bool) -> None:
+        if self._found:
+            self._put_switches_back()
+            for group, found in zip(self._groups, self._found, strict=True):
+                group.gradient_divide_factor = found.factor
+            self._found = []
+        if not committed:
+            self._reset()
+
+    def _put_switches_back(self) -> None:
+        for group, found in zip(self._groups, self._found, strict=True):
+            for name, value in zip(_SWITCHES, found.switches, strict=True):
+                setattr(group, name, value)
+
+    # What is left inside ---------------------------------------------------------------------------
+
+    def _held_back(self) -> list[str]:
+        """Names of the parameters whose gradients wait inside the groups."""
+        return [
+            one._param_fqn or "?"
+            for group in self._groups
+            for one in group.fsdp_params
+            if _waits_inside(one)
+        ]
+
+    def _refuse_left_gradients(self) -> None:
+        if left := self._held_back():
+            self._reset()
+            raise StaleGradientsError(
+                f"fully_shard held back gradients of {len(left)} parameters before the first micro-batch "
+                f"of this update ({left[0]}), which zero_grad does not reach; they would have been "
+                f"added to the update and are thrown away now. A backward under set_requires_gradient_sync(False) "
+                f"outside the window left them; run the update again"
+            )
+
+    def _reset(self) -> None:
+        """Take everything of an update that did not commit out of the groups.
+
+        Raises:
+            UnsupportedError: this torch can't; the window can't go on.
+        """
+        for module in self._modules:
+            state = module._get_fsdp_state()
+            if not hasattr(module, "reset_iter_state"):
+                raise UnsupportedError(
+                    f"fully_shard of torch {torch.__version__} can't be reset after a failed update; torch "
+                    f"2.13 can"
+                )
+            if state._is_root:
+                module.reset_iter_state()
+        for group in self._groups:
+            for one in group.fsdp_params:
+                one.unsharded_accumulated_grad = None
+                if hasattr(one, "_unsharded_param"):
+                    one._unsharded_param.grad = None
+
+    # What can't be run exactly ---------------------------------------------------------------------
+
+    def _one_mesh_size(self) -> int:
+        """Over how many ranks each group takes its mean."""
+        sizes = {_place(group.mesh_info)[1] for group in self._groups}
+        if len(sizes) > 1:
+            raise UnsupportedError(
+                f"parts of the model are sharded over meshes of {' and '.join(map(str, sorted(sizes)))} "
+                f"ranks, so that their gradients are means over different numbers of replicas; shard all "
+                f"of it over one mesh"
+            )
+        (size,) = sizes
+        return size
+
+    def _refuse_own_reductions(self) -> None:
+        for group in self._groups:
+            if group._all_reduce_hook is not None:
+                raise UnsupportedError(
+                    "fully_shard has an all-reduce hook (set_all_reduce_hook), and nobody vouches for what "
+                    "it divides by; use a mesh of two dimensions (HSDP) in its place"
+                )
+            for comm in (group._reduce_scatter_comm, group._all_gather_comm):
+                if not type(comm).__module__.startswith("torch."):
+                    raise UnsupportedError(
+                        f"fully_shard has a {type(comm).__qualname__} in place of torch's own collectives, "
+                        f"and nobody vouches for what it divides by; leave it out"
+                    )
+
+
+def _groups(modules: Sequence[Any]) -> list[Any]:
+    """All groups of parameters of a model, each once."""
+    found = {
+        id(group): group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups
+    }
+    if not found:
+        raise UnsupportedError("fully_shard was called on modules without parameters; call it on the model")
+    return list(found.values())
+
+
+def _traffic(groups: Sequence[Any], micro_batches: int, *, per_micro_batch: bool) -> Traffic:
+    reductions = micro_batches if per_micro_batch else 1
+    reduced = gathered = held = 0
+    for group in groups:
+        shards = getattr(group.mesh_info, "shard_mesh_size", 1)
+        copies = getattr(group.mesh_info, "replicate_mesh_size", 1)
+        # FSDP keeps the outermost group gathered from its forward to its backward
+        gathers = micro_batches * (2 if group.post_forward_mesh_info is not None else 1)
+        for one in group.fsdp_params:
+            elements = one.padded_sharded_param_size.numel() * shards
+            inside = one.param_dtype or one.orig_dtype
+            gathered += gathers * elements * inside.itemsize * (shards > 1)
+            if one.sharded_param.requires_grad:
+                size = elements * (one.reduce_dtype or inside).itemsize
+                reduced += size * reductions * (shards > 1) + size // shards * (copies > 1)
+                held += size * (not per_micro_batch and micro_batches > 1)
+    return Traffic(reductions=reductions, reduced_bytes=reduced, gathered_bytes=gathered, held_bytes=held)
+
+
+def _place(mesh_info: Any) -> tuple[int, int]:
+    """This rank's place among the ranks over which a group takes its mean, and how many they are."""
+    shards, shard = getattr(mesh_info, "shard_mesh_size", 1), getattr(mesh_info, "shard_mesh_rank", 0)
+    copies, copy = (
+        getattr(mesh_info, "replicate_mesh_size", 1),
+        getattr(mesh_info, "replicate_mesh_rank", 0),
+    )
+    return copy * shards + shard, copies * shards
+
+
+def _waits_inside(one: Any) -> bool:
+    unsharded = getattr(one, "_unsharded_param", None)
+    return one.unsharded_accumulated_grad is not None or (
+        unsharded is not None and unsharded.grad is not None
+    )

@@ -1,0 +1,98 @@
+"""The norm of a gradient whose parts lie on several ranks, each part counted once.
+
+PyTorch's own ``clip_grad_norm_`` refuses a mixture of DTensors over different meshes and plain tensors.
+Here every rank adds up the squares of what it holds, divided by the number of ranks that hold the same,
+and one reduction adds up over all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wholebatch.gradients import is_sharded, on_this_rank, total_norm
+
+
+@torch.no_grad()
+def norm_over_ranks(
+    gradients: Sequence[Tensor], *, holders: int, group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
+    """``sqrt(sum over ranks of sum_g |g_r|^2 * shards(g) / holders)``: the norm of the whole gradient.
+
+    Args:
+        gradients: those that lie on this rank, DTensors and plain ones; none where it has none.
+        holders: ranks over which the parameters of this rank are spread or copied. A gradient cut in s
+            shards is then held by ``holders / s`` ranks at each place, a plain one by all.
+        group: all ranks of the job; each calls this.
+        device: of the gradients.
+
+    Returns:
+        0-dimensional tensor, the same on every rank; nothing is read by the host.
+
+    Exactness: rounding of the sums in float32, or the gradients' own dtype where wider. Overflows where
+    the squares do; :func:`careful_norm_over_ranks` does not.
+    """
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for shards, parts in _by_shards(gradients).items():
+        square += total_norm(parts).to(torch.float64) ** 2 * (shards / holders)
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+@torch.no_grad()
+def careful_norm_over_ranks(
+    gradients: Sequence[Tensor], *, holders: int, group: dist.ProcessGroup, device: torch.device
+) -> float:
+    """The same where its squares overflow: ``m * norm(g / m)`` with m the largest element of all ranks.
+
+    Returns:
+        A number; infinite or NaN only where some gradient is. Reads the device.
+
+    Exactness: rounding of one sum in float64.
+    """
+    wide = {
+        shards: [part.to(torch.float64) for part in parts]
+        for shards, parts in _by_shards(gradients).items()
+    }
+    largest = torch.zeros((), dtype=torch.float64, device=device)
+    for part in (part for parts in wide.values() for part in parts if part.numel()):
+        # a NaN is taken for infinite: both say that the gradient is not finite
+        largest = torch.maximum(largest, part.abs().nan_to_num(nan=math.inf).max())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    most = float(largest)
+    if not 0.0 < most < math.inf:
+        return most
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for shards, parts in wide.items():
+        square += total_norm([part / most for part in parts]) ** 2 * (shards / holders)
+    dist.all_reduce(square, group=group)
+    return most * math.sqrt(float(square))
+
+
+def _by_shards(gradients: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    """What lies on this rank of each gradient, by the number of shards that it is cut in."""
+    found: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        found.setdefault(num_shards(gradient), []).append(on_this_rank(gradient))
+    return found
+
+
+def num_shards(tensor: Tensor) -> int:
+    """In how many parts a tensor is cut, each held by other ranks; 1 for a plain tensor or copies.
+
+    Raises:
+        ValueError: a DTensor whose parts are still to be added up.
+    """
+    if not is_sharded(tensor):
+        return 1
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(f"a gradient with the placements {tensor.placements} is not added up yet")
+    return math.prod(
+        tensor.device_mesh.size(dim)
+        for dim, placement in enumerate(tensor.placements)
+        if not placement.is_replicate()
+    )

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import environments
 import torch
 from torch import Tensor, nn
 
+import environments
 from problems import VOCABULARY, Case, loss_with
 from wholebatch.window import UpdateWindow
 
@@ -136,8 +136,10 @@ def gradients(deepspeed: Any, engine: Any) -> dict[str, Tensor]:
 class Truth:
     """One engine, its updates, and how far each was from what it should have been."""
 
-    def __init__(self, deepspeed: Any, engine: Any, *, optimizer: str = "SGD momentum") -> None:
-        self.deepspeed, self.engine = deepspeed, engine
+    def __init__(
+        self, deepspeed: Any, engine: Any, *, optimizer: str = "SGD momentum", clip: float | None = None
+    ) -> None:
+        self.deepspeed, self.engine, self.clip = deepspeed, engine, clip
         self._make = OPTIMIZERS[optimizer]
         self._shadow: dict[str, nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
@@ -147,7 +149,6 @@ class Truth:
     ) -> dict[str, Any]:
         """Run one update of the window and measure it."""
         loss = loss or loss_with(case.objective())
-        clip = self.engine.gradient_clipping() or None
         true = self._whole_batch(case)
         if self._optimizer is None:
             before = weights(self.deepspeed, self.engine, master=True)
@@ -175,8 +176,8 @@ class Truth:
         found["gradient"] = float(apart / norm)
         for name, parameter in self._shadow.items():
             parameter.grad = seen[name].reshape(parameter.shape)
-        if clip is not None:
-            nn.utils.clip_grad_norm_(self._shadow.values(), clip)
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self._shadow.values(), self.clip)
         self._optimizer.step()
         now = weights(self.deepspeed, self.engine, master=True)
         found["weights"] = max(float((now[name] - self._shadow[name]).abs().max()) for name in now)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import environments
 import pytest
 import torch
-import torch.distributed as dist
+
+import environments
 from deepspeed_rounds import (
     CLIP,
     EPS,
@@ -21,11 +21,14 @@ from deepspeed_rounds import (
     start,
     weights,
 )
-
 from problems import Case, loss_with
 from ranks import run_ranks
 from wholebatch.errors import OtherRankFailedError, WholebatchError
+from wholebatch.finish import per_update
 from wholebatch.objective import counted_loss
+from wholebatch.plan import plan_batch
+from wholebatch.ranks import deepspeed as seam
+from wholebatch.ranks import deepspeed_gradients as held
 from wholebatch.window import UpdateWindow
 
 pytestmark = [
@@ -48,7 +51,7 @@ def column(rank: int, n: int, stage: int) -> dict[str, Any]:
             engine = start(deepspeed, config_of(stage, mode, clip), optimizer=optimizer)
             case = case_of("equal, full")
             window = UpdateWindow(engine, engine.optimizer, case.objective(), clip_grad_norm=clip)
-            truth = Truth(deepspeed, engine, optimizer=optimizer)
+            truth = Truth(deepspeed, engine, optimizer=optimizer, clip=clip)
             for seed, shape in enumerate(SHAPES):
                 found[mode, optimizer, shape] = truth.update(window, case_of(shape, seed), rank)
     return found
@@ -115,7 +118,7 @@ def exceptional(rank: int, n: int, stage: int) -> dict[str, Any]:
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.3, "warmup_min_lr": 0.3}}
     engine = start(deepspeed, config_of(stage, clip=CLIP, scheduler=schedule))
     window = UpdateWindow(engine, engine.optimizer, unknown, clip_grad_norm=CLIP)
-    found["provisional"] = Truth(deepspeed, engine).update(window, case, rank)
+    found["provisional"] = Truth(deepspeed, engine, clip=CLIP).update(window, case, rank)
     moved = [engine.lr_scheduler.last_batch_iteration]
     window.run(case.batches()[rank], infinite)
     found["schedule"] = [*moved, engine.lr_scheduler.last_batch_iteration]
@@ -130,11 +133,13 @@ def exceptional(rank: int, n: int, stage: int) -> dict[str, Any]:
     found["after overflow"] = Truth(deepspeed, engine).update(window, case, rank)
 
     # a parameter that the first micro-batch does not use, and then none does
-    engine = start(deepspeed, config_of(stage), model=Branching())
+    overlap = {"overlap_comm": stage in (1, 2)}
+    engine = start(deepspeed, config_of(stage, zero=overlap), model=Branching())
     window = UpdateWindow(engine, engine.optimizer, case.objective())
     truth = Truth(deepspeed, engine)
     used = Case(counts=[[[5, 2], [3]], [[4, 1], [2]]])
-    found["unused"] = [truth.update(window, one, rank) for one in (used, used, case)]
+    unused_last = Case(counts=[[[3], [5, 2]], [[2], [4, 1]]])
+    found["unused"] = [truth.update(window, one, rank) for one in (used, used, case, unused_last)]
     return found
 
 
@@ -156,3 +161,119 @@ def test_failures_skips_and_late_denominators_leave_exact_updates(stage: int) ->
         assert found["overflow"].loss_scale == found["scales"][0] == 2 * found["scales"][1]
         assert found["after overflow"]["record"].loss_scale == found["scales"][1]
         assert found["after overflow"]["gradient"] < 4 * EPS["fp16"]
+
+
+def broken(rank: int, n: int) -> dict[str, Any]:
+    """What each update comes to without the one thing that makes it exact."""
+    deepspeed, found = deepspeed_here(rank, n), {}
+
+    def measured(
+        engine: Any, shapes: tuple[Case, ...] = (case_of("equal, full"),), *, clip: float | None = None
+    ) -> dict[str, Any]:
+        window = UpdateWindow(engine, engine.optimizer, shapes[0].objective(), clip_grad_norm=clip)
+        truth = Truth(deepspeed, engine, clip=clip)
+        return [truth.update(window, case, rank) for case in shapes][-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "check_config", lambda _: None)
+        engine = start(deepspeed, config_of(0, gradient_accumulation_steps=4))
+        backward = engine.backward
+        engine.backward = lambda loss, **_: backward(loss)
+        found["gradient_accumulation_steps left at 4"] = measured(engine)["gradient"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam.EngineStepper, "check_clip", lambda *_: None)
+        config = config_of(1)
+        del config["gradient_clipping"]
+        model = Case(counts=[]).model().float()
+        with torch.no_grad():
+            model.head.weight *= 30.0  # for a norm above 1
+        found["gradient_clipping absent"] = measured(start(deepspeed, config, model=model))["weights"]
+
+    engine = start(deepspeed, config_of(2))
+    says = engine.set_gradient_accumulation_boundary
+    engine.set_gradient_accumulation_boundary = lambda _: says(True)
+    found["boundary left on"] = measured(engine)["gradient"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(held.InShards, "begin", lambda _: None)
+        used = Case(counts=[[[5, 2], [3]], [[4, 1], [2]]])
+        engine = start(deepspeed, config_of(3), model=Branching())
+        found["last update's shards kept"] = measured(engine, (used, case_of("equal, full")))["gradient"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam.EngineStepper, "scaled", lambda _, seed: seed)
+        found["fp16 without ZeRO not scaled"] = measured(start(deepspeed, config_of(0, "fp16")))["gradient"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(held.InWholeBuffer, "prepare", lambda _: None)
+        engine = start(deepspeed, config_of(1, "bf16, fp32 gradients", CLIP))
+        try:
+            measured(engine, (case_of("one rank has none"),), clip=CLIP)
+        except WholebatchError as error:
+            found["marked as not reached"] = str(error)
+    return found
+
+
+def test_each_variant_without_what_makes_it_exact_is_far_from_it() -> None:
+    for found in run_ranks(broken, 2, timeout_s=150):
+        assert found.pop("gradient_accumulation_steps left at 4") == pytest.approx(0.75, rel=1e-5)
+        assert found.pop("fp16 without ZeRO not scaled") == pytest.approx(1 - 2.0**-6, rel=1e-2)
+        assert "they were not reduced as a whole" in found.pop("marked as not reached")
+        assert len(found) == 3
+        assert min(found.values()) > 1e-2, found
+
+
+def refused(rank: int, n: int) -> dict[str, str]:
+    """What the window says where DeepSpeed's configuration and its own arguments contradict each other."""
+    deepspeed, found = deepspeed_here(rank, n), {}
+    objective = case_of("equal, full").objective()
+    plan = plan_batch(global_batch_samples=24, micro_batch_samples=3, ranks=n)
+
+    def saying(name: str, stage: int = 0, clip: float | None = None, **named: Any) -> None:
+        more = named.pop("config", {})
+        engine = start(deepspeed, {**config_of(stage), **more})
+        schedule = named.pop("schedule", None)
+        if schedule:
+            named["scheduler"] = per_update(
+                torch.optim.lr_scheduler.LambdaLR(engine.basic_optimizer, lambda _: 1.0)
+            )
+        try:
+            UpdateWindow(
+                engine, named.pop("optimizer", engine.optimizer), objective, clip_grad_norm=clip, **named
+            )
+        except WholebatchError as error:
+            found[name] = str(error)
+
+    saying("steps", config={"gradient_accumulation_steps": 8})
+    saying("clip", clip=0.5, config={"gradient_clipping": 2.0})
+    saying("clip absent", config={"gradient_clipping": 1.0})
+    saying("micro-batch", plan=plan)
+    saying("predivide", config={"gradient_predivide_factor": 2.0})
+    saying("sum", config={"gradient_allreduce_op": "sum"})
+    saying("whole", reduce="per_micro_batch")
+    saying("sharded", 2, reduce="after_agreement")
+    saying("other", optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
+    warmup = {"type": "WarmupLR", "params": {}}
+    saying("schedules", schedule=True, config={"scheduler": warmup})
+    saying("schedule of one's own", schedule=True)
+    return found
+
+
+def test_contradictions_are_refused_with_both_numbers() -> None:
+    (found,) = run_ranks(refused, 1, timeout_s=100)
+    says = {
+        "steps": "has gradient_accumulation_steps 8 and the window accumulates itself",
+        "clip": 'clip_grad_norm=0.5 and the DeepSpeed configuration "gradient_clipping": 2.0,',
+        "clip absent": 'clip_grad_norm=None and the DeepSpeed configuration "gradient_clipping": 1.0 (1.0',
+        "micro-batch": 'of 3 samples and the DeepSpeed configuration "train_micro_batch_size_per_gpu": 2 (',
+        "predivide": "gradient_predivide_factor 2",
+        "sum": 'gradient_allreduce_op "sum"',
+        "whole": 'reduce="per_micro_batch" with ZeRO 0',
+        "sharded": 'reduce="after_agreement" with ZeRO 2',
+        "other": "was given 1 optimizers (SGD) and a DeepSpeed engine steps its own, a SGD",
+        "schedules": "was given 1 schedules and the DeepSpeed engine moves its own WarmupLR",
+    }
+    assert found.keys() == says.keys()
+    for name, words in says.items():
+        assert words in found[name], found[name]

@@ -1,0 +1,547 @@
+"""The window under ``fully_shard``, HSDP and tensor parallel: the update of the big batch, and ways back.
+
+``test_engines.py`` has the table of all engines; here is what is FSDP2's own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ranks import run_ranks
+from wholebatch import UpdateWindow, token_loss
+from wholebatch.errors import (
+    PoisonedWindowError,
+    StaleGradientsError,
+    UnsupportedError,
+    WindowUsageError,
+)
+from wholebatch.ranks.fsdp import FSDPRanks
+
+pytestmark = pytest.mark.slow
+
+OBJECTIVE = token_loss()
+Batch = dict[str, torch.Tensor]
+
+
+class Net(nn.Module):
+    """Three layers, one of which keeps a running mean of what passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        logits: torch.Tensor = self.last(self.norm(hidden))
+        return logits
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batches(start: int, number: int) -> list[Batch]:
+    """Micro-batches of 2 to 4 samples."""
+    made = []
+    for index in range(start, start + number):
+        generator = torch.Generator().manual_seed(index)
+        size = 2 + index % 3
+        made.append(
+            {
+                "x": torch.randn(size, 6, generator=generator, dtype=torch.float64),
+                "labels": torch.randint(0, 4, (size,), generator=generator),
+            }
+        )
+    return made
+
+
+def loss(model: nn.Module, batch: Batch) -> Any:
+    return OBJECTIVE(model(batch["x"]), batch)
+
+
+def big_batch(model: nn.Module, optimizer: torch.optim.Optimizer, given: Sequence[Batch]) -> float:
+    """The plain update of the whole global batch; the norm of its gradient."""
+    optimizer.zero_grad()
+    x, labels = (torch.cat([batch[name] for batch in given]) for name in ("x", "labels"))
+    F.cross_entropy(model(x), labels).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return float(norm)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def distance(model: nn.Module, wanted: nn.Module) -> float:
+    pairs = zip(model.parameters(), wanted.parameters(), strict=True)
+    return max(float((whole(mine) - theirs.detach()).abs().max()) for mine, theirs in pairs)
+
+
+def sharded(ranks: int, *, replicas: int = 1) -> Net:
+    model = net()
+    shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
+    for layer in (model.first, model.norm, model.last):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def window_over(model: nn.Module, **options: Any) -> UpdateWindow:
+    return UpdateWindow(model, adamw(model), OBJECTIVE, clip_grad_norm=0.5, **options)
+
+
+# The update of the big batch ------------------------------------------------------------------------
+
+
+def same_as_big_batch(rank: int, ranks: int, replicas: int, reduce: str, held: Sequence[int]) -> list[Any]:
+    """Three updates; rank r holds ``held[r]`` micro-batches of each."""
+    model, wanted = sharded(ranks, replicas=replicas), net()
+    window, plain = window_over(model, reduce=reduce), adamw(wanted)
+    found = []
+    for update in range(3):
+        starts = [100 * update + 10 * one for one in range(ranks)]
+        global_batch = [
+            b for start, number in zip(starts, held, strict=True) for b in batches(start, number)
+        ]
+        record = window.run(batches(starts[rank], held[rank]), loss)
+        norm = big_batch(wanted, plain, global_batch)
+        found.append((record.gradient_norm, norm, record.samples, sum(len(b["x"]) for b in global_batch)))
+        assert record.micro_batches == sum(held)
+        assert record.reductions == (1 if reduce == "per_update" else max(held))
+    return [distance(model, wanted), found]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "held"),
+    [(2, 1, (2, 2)), (2, 1, (3, 1)), (2, 1, (0, 2)), (4, 2, (2, 1, 0, 3))],
+    ids=["equal", "uneven", "none", "hsdp"],
+)
+@pytest.mark.parametrize("reduce", ["per_update", "per_micro_batch"])
+def test_the_update_is_that_of_the_big_batch(
+    ranks: int, replicas: int, held: tuple[int, ...], reduce: str
+) -> None:
+    for error, found in run_ranks(same_as_big_batch, ranks, replicas, reduce, held):
+        assert error < 1e-14
+        for norm, wanted, samples, all_samples in found:
+            assert norm == pytest.approx(wanted, rel=1e-14)
+            assert samples == all_samples
+
+
+def tensor_parallel(rank: int, ranks: int, sequence: bool) -> list[Any]:
+    """Tensor parallel over two ranks, sharded over the rest; a norm that is or is not parallel too."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped")
+    model, wanted = net().eval(), net().eval()  # its buffer is of whole tensors
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
+    layers: dict[str, Any] = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+    if sequence:
+        layers = {"norm": SequenceParallel(sequence_dim=0)}
+        model.norm.register_forward_pre_hook(
+            lambda _, given: DTensor.from_local(given[0], mesh["tensor"], [Replicate()]).redistribute(
+                placements=[Shard(0)]
+            ),
+        )
+    parallelize_module(model, mesh["tensor"], layers)
+    if sequence:
+        model.norm.register_forward_hook(lambda _, __, output: output.full_tensor())
+    if not sequence:
+        model.norm = nn.Identity()
+        wanted.norm = nn.Identity()
+    replicas = ranks // 2
+    if replicas > 1:
+        fully_shard(model, mesh=mesh["data"])
+    window, plain = window_over(model), adamw(wanted)
+    for update in range(2):
+        shares = [batches(100 * update + 10 * one, 1 + one) for one in range(replicas)]
+        record = window.run(shares[rank // 2], loss)
+        norm = big_batch(wanted, plain, [batch for share in shares for batch in share])
+        assert record.gradient_norm == pytest.approx(norm, rel=1e-14)
+        assert record.micro_batches == sum(map(len, shares))
+    return [distance(model, wanted), record.samples, record.items]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_ranks_are_one_replica(ranks: int) -> None:
+    samples = sum(len(b["x"]) for one in range(ranks // 2) for b in batches(100 + 10 * one, 1 + one))
+    for error, counted, items in run_ranks(tensor_parallel, ranks, False):
+        assert error < 1e-14
+        assert counted == items == samples
+
+
+def test_gradients_that_are_still_to_be_added_up_are_before_the_norm() -> None:
+    for error, *_ in run_ranks(tensor_parallel, 2, True):
+        assert error < 1e-14
+
+
+def other_samples(rank: int, _ranks: int) -> str:
+    model = net()
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, {"first": ColwiseParallel(), "last": RowwiseParallel()})
+    model.norm = nn.Identity()
+    with pytest.raises(WindowUsageError) as caught:
+        window_over(model).run(batches(0, 2)[rank : rank + 1], loss)
+    return str(caught.value)
+
+
+def test_ranks_of_one_replica_are_given_the_same_samples() -> None:
+    for message in run_ranks(other_samples, 2):
+        assert message.startswith("rank 1 hold other samples than another rank of the same replica")
+
+
+def sequences(start: int, number: int) -> list[Batch]:
+    """Micro-batches of 1 to 3 sequences of 5 positions, some of them without a label."""
+    made = []
+    for index in range(start, start + number):
+        generator = torch.Generator().manual_seed(index)
+        size = 1 + index % 3
+        labels = torch.randint(-1, 4, (size, 5), generator=generator)
+        labels[labels < 0] = -100
+        made.append(
+            {"x": torch.randn(size, 5, 6, generator=generator, dtype=torch.float64), "labels": labels}
+        )
+    return made
+
+
+def context_parallel(rank: int, ranks: int, engine: str) -> list[Any]:
+    """Each rank of a replica holds a part of every sequence; the parts are not equal."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped")
+    wanted = net().eval()
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "context"))
+    model: nn.Module = sharded(ranks) if engine == "fsdp" else nn.parallel.DistributedDataParallel(net())
+    window, plain = window_over(model.eval(), context_parallel=mesh["context"]), adamw(wanted)
+    shares = [sequences(10 * one, 1 + one) for one in range(ranks // 2)]
+    mine = [{name: part.chunk(2, dim=1)[rank % 2] for name, part in b.items()} for b in shares[rank // 2]]
+    record = window.run(mine, loss)
+    everything = [{name: part.flatten(0, 1) for name, part in b.items()} for share in shares for b in share]
+    norm = big_batch(wanted, plain, everything)
+    assert record.gradient_norm == pytest.approx(norm, rel=1e-14)
+    items = sum(int((batch["labels"] != -100).sum()) for batch in everything)
+    samples = sum(len(batch["x"]) for share in shares for batch in share)
+    return [distance(model, wanted), record.micro_batches, (record.items, record.samples), (items, samples)]
+
+
+@pytest.mark.parametrize(("ranks", "engine"), [(2, "fsdp"), (4, "fsdp"), (4, "ddp")])
+def test_parts_of_a_sequence_add_up_over_its_ranks(ranks: int, engine: str) -> None:
+    for error, micro_batches, counted, wanted in run_ranks(context_parallel, ranks, engine):
+        assert error < 1e-14
+        assert counted == wanted
+        assert micro_batches == sum(range(1, ranks // 2 + 1))
+
+
+# What is left as it was -------------------------------------------------------------------------------
+
+
+def switches(model: nn.Module) -> list[Any]:
+    groups = [
+        g
+        for m in model.modules()
+        if isinstance(m, FSDPModule)
+        for g in m._get_fsdp_state()._fsdp_param_groups
+    ]
+    return [
+        (
+            g.reduce_grads,
+            g.all_reduce_grads,
+            g.reshard_after_backward,
+            g.gradient_divide_factor,
+            g.is_sharded,
+        )
+        for g in groups
+    ]
+
+
+def keeps_what_was_set(rank: int, ranks: int) -> list[Any]:
+    """A user's own switches and factors, also one that is not alike in all modules."""
+    model, wanted = sharded(ranks), net()
+    model.last.set_gradient_divide_factor(5.0)  # this module alone: its setter does not recurse
+    model.first.set_requires_gradient_sync(False)
+    before = switches(model)
+    window, plain = window_over(model), adamw(wanted)
+    shares = [batches(10 * one, 2) for one in range(ranks)]
+    window.run(shares[rank], loss)
+    big_batch(wanted, plain, [batch for share in shares for batch in share])
+    after = switches(model)
+    with pytest.raises(RuntimeError, match="not today"):
+        failing(window, model, batches(40, 2), "between")
+    return [distance(model, wanted), before == after == switches(model)]
+
+
+def test_switches_and_factors_are_put_back_and_do_not_change_the_update() -> None:
+    for error, kept in run_ranks(keeps_what_was_set, 2):
+        assert error < 1e-14
+        assert kept
+
+
+def buffers_of_weightless_turns(rank: int, ranks: int) -> bool:
+    """A weightless forward leaves no mark in buffers or random state."""
+    model, alone = sharded(ranks), net()
+    window = window_over(model)
+    mine = batches(10 * rank, 1 + 2 * rank)
+    window.run(mine, loss)
+    for batch in mine:
+        alone(batch["x"])
+    return torch.equal(model.mean, alone.mean)
+
+
+def test_a_weightless_turn_leaves_no_mark_in_buffers() -> None:
+    assert run_ranks(buffers_of_weightless_turns, 2) == [True, True]
+
+
+def weightless_infinity(rank: int, ranks: int) -> list[Any]:
+    """The batch that runs again has a gradient that is infinite at zero: it must not turn into NaN."""
+    model = sharded(ranks)
+    window = UpdateWindow(model, adamw(model), OBJECTIVE)
+
+    def rooted(model: nn.Module, batch: Batch) -> Any:
+        logits = model(batch["x"])
+        return OBJECTIVE(logits.double() + (logits - logits.detach()), batch)
+
+    record = window.run(batches(10 * rank, 1 + 2 * rank), rooted)
+    return [record.outcome, all(bool(whole(p).isfinite().all()) for p in model.parameters())]
+
+
+def test_a_weightless_turn_is_finite() -> None:
+    assert run_ranks(weightless_infinity, 2) == [["applied", True]] * 2
+
+
+# Ways back ---------------------------------------------------------------------------------------------
+
+
+def retried(rank: int, ranks: int, reduce: str, where: str) -> list[Any]:
+    """All ranks fail at one place; the update is run again, and is that of the big batch."""
+    model, wanted = sharded(ranks), net()
+    window, plain = window_over(model, reduce=reduce), adamw(wanted)
+    shares = [batches(10 * one, 3) for one in range(ranks)]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not today"):
+            failing(window, model, shares[rank], where)
+    record = window.run(shares[rank], loss)
+    norm = big_batch(wanted, plain, [batch for share in shares for batch in share])
+    assert window.counters.updates_attempted == 1
+    return [distance(model, wanted), record.gradient_norm - norm]
+
+
+def failing(window: UpdateWindow, model: Net, given: list[Batch], where: str) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("not today")
+
+    with window.update(given) as update:
+        for index, batch in enumerate(update):
+            handle = None
+            if index == 1 and where == "forward":
+                handle = model.norm.register_forward_pre_hook(fail)
+            try:
+                output = model(batch["x"])
+            finally:
+                if handle is not None:
+                    handle.remove()
+            if index == 1 and where == "backward":
+                output.register_hook(fail)
+            if index == 1 and where == "between":
+                fail()
+            update.backward(OBJECTIVE(output, batch))
+        if where == "after":
+            fail()
+
+
+@pytest.mark.parametrize("where", ["forward", "between", "backward", "after"])
+def test_a_failure_on_all_ranks_can_be_tried_again(where: str) -> None:
+    for error, norm_error in run_ranks(retried, 2, "per_update", where):
+        assert error < 1e-14
+        assert abs(norm_error) < 1e-14
+
+
+def one_fails(rank: int, ranks: int) -> list[str]:
+    """One rank fails where the other waits for it inside a gather: both end, and say why."""
+    FSDPRanks.patience_s = 1.0
+    model = sharded(ranks)
+    window = window_over(model)
+    told: list[str] = []
+    try:
+        with window.update(batches(10 * rank, 2)) as update:
+            for index, batch in enumerate(update):
+                if rank == 1 and index == 1:
+                    raise ValueError("a bad sample")
+                update.backward(loss(model, batch))
+    except (ValueError, RuntimeError, PoisonedWindowError) as error:
+        told = [type(error).__name__, *getattr(error, "__notes__", [])]
+    if rank == 1:
+        with pytest.raises(PoisonedWindowError) as caught:
+            window.run(batches(0, 1), loss)
+        told.append(str(caught.value))
+    return told
+
+
+def test_no_rank_waits_for_one_that_failed_inside_a_window() -> None:
+    outcomes = run_ranks(one_fails, 2, expect="outcomes", timeout_s=60)
+    kind, told = outcomes[1][:2]
+    assert kind == "ok"
+    assert told[0] == "ValueError"
+    assert "did not answer within 1 seconds" in told[1]
+    assert "Restart from the last committed update" in told[-1]
+
+
+def before_the_first_forward(rank: int, ranks: int) -> str:
+    model = sharded(ranks)
+    window = window_over(model)
+    given = batches(10 * rank, 2)
+    if rank == 1:
+        given[0]["labels"] = torch.ones(1)  # can't be counted
+    with pytest.raises(Exception, match=r".") as caught:
+        window.run(given, loss)
+    wanted = net()
+    plain = adamw(wanted)
+    window.run(batches(10 * rank, 2), loss)
+    big_batch(wanted, plain, [*batches(0, 2), *batches(10, 2)])
+    assert distance(model, wanted) < 1e-14
+    return type(caught.value).__name__
+
+
+def test_a_failure_before_the_first_forward_is_heard_by_all() -> None:
+    first, second = run_ranks(before_the_first_forward, 2)
+    assert first == "OtherRankFailedError"
+    assert second != "OtherRankFailedError"
+
+
+def left_outside(rank: int, ranks: int) -> list[Any]:
+    """A held-back backward outside the window: zero_grad does not reach what it leaves."""
+    model, wanted = sharded(ranks), net()
+    window, plain = window_over(model), adamw(wanted)
+    model.set_requires_gradient_sync(False)
+    loss(model, batches(50, 1)[0]).loss_sum.backward()
+    model.set_requires_gradient_sync(True)
+    model.zero_grad()
+    with pytest.raises(StaleGradientsError) as caught:
+        window.run(batches(10 * rank, 2), loss)
+    window.run(batches(10 * rank, 2), loss)
+    big_batch(wanted, plain, [*batches(0, 2), *batches(10, 2)])
+    return [str(caught.value), distance(model, wanted)]
+
+
+def test_gradients_that_zero_grad_does_not_reach_are_refused() -> None:
+    for message, error in run_ranks(left_outside, 2):
+        assert "fully_shard held back gradients of 6 parameters" in message
+        assert error < 1e-14
+
+
+def not_finite(rank: int, ranks: int, reduce: str) -> list[Any]:
+    model, wanted = sharded(ranks), net()
+    window, plain = window_over(model, reduce=reduce), adamw(wanted)
+    bad = batches(10 * rank, 2)
+    if rank == 1:
+        bad[0]["x"][0, 0] = float("nan")
+    record = window.run(bad, loss)
+    window.run(batches(10 * rank, 2), loss)
+    big_batch(wanted, plain, [*batches(0, 2), *batches(10, 2)])
+    return [record.outcome, record.reason, distance(model, wanted)]
+
+
+@pytest.mark.parametrize("reduce", ["per_update", "per_micro_batch"])
+def test_an_update_that_is_not_finite_is_skipped_everywhere(reduce: str) -> None:
+    for outcome, reason, error in run_ranks(not_finite, 2, reduce):
+        assert outcome == "skipped_nonfinite"
+        assert "micro-batch 1 on rank 1" in reason
+        assert error < 1e-14
+
+
+# What is refused ------------------------------------------------------------------------------------------
+
+
+def refusals(_rank: int, ranks: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (ranks,))
+    told: list[str] = []
+
+    def refused(make: Callable[[], Any]) -> None:
+        with pytest.raises(UnsupportedError) as caught:
+            make()
+        told.append(str(caught.value))
+
+    part = net()
+    fully_shard(part.first, mesh=mesh)
+    refused(lambda: window_over(part))
+    refused(lambda: window_over(sharded(ranks), reduce="after_agreement"))
+    refused(lambda: window_over(sharded(ranks), reduction_divisor=1.0))
+    hooked = sharded(ranks)
+    hooked.first.set_all_reduce_hook(lambda _: None)
+    refused(lambda: window_over(hooked))
+    inside = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+    refused(lambda: UpdateWindow(inside, adamw(inside), OBJECTIVE))
+    return told
+
+
+def test_what_cannot_be_run_exactly_is_refused() -> None:
+    for told in run_ranks(refusals, 2):
+        outside, mode, divisor, hook, inside = told
+        assert (
+            "4 of the optimizer's 6 parameters are not sharded by fully_shard (the first is norm" in outside
+        )
+        assert "is a mode of DistributedDataParallel" in mode
+        assert "reduction_divisor=1.0 tells what a communication hook" in divisor
+        assert "set_all_reduce_hook" in hook
+        assert "0 inside the model is a DistributedDataParallel" in inside
+
+
+# Broken on purpose --------------------------------------------------------------------------------
+
+
+def part_of_the_norm(gradients: Sequence[Any]) -> torch.Tensor:
+    """That of the shards of one rank; halved, so that both ranks find another clip than is due."""
+    return torch.stack([gradient._local_tensor.norm() for gradient in gradients]).norm() * 0.5
+
+
+def broken(rank: int, ranks: int, slip: str) -> float:
+    """The distance from the big batch of a window that is broken on purpose."""
+    model, wanted = sharded(ranks), net()
+    window, plain = window_over(model), adamw(wanted)
+    if slip == "a part of the norm":
+        window._parts.ranks.gradient_norm = part_of_the_norm  # type: ignore[method-assign]
+    held = 1 + 2 * rank if slip.startswith("weight") else 2
+    shares = [batches(10 * one, 1 + 2 * one if slip.startswith("weight") else 2) for one in range(ranks)]
+    if slip == "nothing cleared":
+        with mock.patch.object(FSDPRanks, "_reset"):
+            with pytest.raises(RuntimeError):
+                failing(window, model, shares[rank], "between")
+            with mock.patch.object(FSDPRanks, "_refuse_left_gradients"):
+                window.run(shares[rank], loss)
+    elif slip.startswith("weight"):
+        seed = torch.ones_like
+        with mock.patch("wholebatch.update.torch.zeros_like", lambda given, **_: seed(given)):
+            window.run(shares[rank], loss)
+    else:
+        window.run(shares[rank], loss)
+    assert len(shares[rank]) == held
+    big_batch(wanted, plain, [batch for share in shares for batch in share])
+    return distance(model, wanted)
+
+
+@pytest.mark.parametrize("slip", ["a part of the norm", "weight in weightless turns", "nothing cleared"])
+def test_each_of_these_slips_shows(slip: str) -> None:
+    outcomes = run_ranks(broken, 2, slip, expect="outcomes")
+    assert all(outcome[0] == "error" or outcome[1] > 1e-6 for outcome in outcomes), outcomes

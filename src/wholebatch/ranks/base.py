@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from wholebatch.budget import AnyPlan
 from wholebatch.gradients import careful_norm, total_norm
+from wholebatch.ranks.stepper import Stepper
 
 # "per_update": once, in the last backward. "per_micro_batch": in every backward, of engines that shard
 # gradients. "after_agreement": once, when all ranks have agreed.
@@ -113,40 +114,6 @@ class Traffic:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.2f} MiB"
-
-
-class Stepper(Protocol):
-    """An engine that scales, clips and steps itself."""
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The model's own trainable parameters; the engine's optimizer may hold others, flat."""
-
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups with their learning rates."""
-
-    def check_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Refuse any but the engine's own."""
-
-    def check_clip(self, clip_grad_norm: float | None) -> None:
-        """Refuse a norm that is not the one that the engine clips to."""
-
-    def check_schedules(self, schedules: Sequence[Any]) -> None:
-        """Refuse schedules beside the engine's own."""
-
-    def loss_scale(self) -> float | None:
-        """The loss scale; None where there is none. Does not read the device."""
-
-    def scaled(self, seed: Tensor) -> Tensor:
-        """The gradient that a backward starts from, times the loss scale unless the engine sees to that."""
-
-    def correct(self, factor: float) -> None:
-        """Multiply the reduced gradient in place."""
-
-    def step(self) -> bool:
-        """One step of the engine; False where it skipped because of an overflow."""
-
-    def drop(self) -> None:
-        """Forget the gradient without a step."""
 
 
 class Ranks(ABC):

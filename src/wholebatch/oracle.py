@@ -215,7 +215,8 @@ def private_copy(model: nn.Module, dtype: torch.dtype | None, *, hooks: bool = T
         copied = copy.deepcopy(model)
     except Exception as error:
         raise JudgeError(
-            f"a {type(model).__name__} that can't be deep-copied can't be tried out: {error}"
+            f"a {type(model).__name__} that can't be deep-copied can't be tried out: {error}. A model that "
+            f"is sharded over ranks is verified before it is sharded"
         ) from error
     copied.zero_grad(set_to_none=True)
     # Module.to(dtype) would turn complex parameters into real ones.

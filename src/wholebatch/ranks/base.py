@@ -107,13 +107,13 @@ class Traffic:
     def __str__(self) -> str:
         times = "reduction" if self.reductions == 1 else "reductions"
         return (
-            f"{self.reductions} {times} of gradients an update, {_mib(self.reduced_bytes)} reduced and "
-            f"{_mib(self.gathered_bytes)} gathered, {_mib(self.held_bytes)} of whole gradients held"
+            f"{self.reductions} {times} of gradients an update, {_size(self.reduced_bytes)} reduced and "
+            f"{_size(self.gathered_bytes)} gathered, {_size(self.held_bytes)} of whole gradients held"
         )
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.2f} MiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**10:.1f} KiB" if num_bytes < 2**20 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 class Ranks(ABC):

@@ -174,7 +174,13 @@ class FSDPRanks(Ranks):
         return careful_norm_over_ranks(gradients, holders=holders, group=self._group, device=self._device)
 
     def traffic(self, micro_batches: int) -> Traffic:
-        return _traffic(self._groups, micro_batches, per_micro_batch=self._per_micro_batch)
+        outermost: list[Any] = []
+        if isinstance(self._model, FSDPModule):
+            state = self._model._get_fsdp_state()
+            # torch keeps it gathered from its forward to its backward, unless told otherwise
+            outermost = state._fsdp_param_groups if state._auto_reshard_after_forward else []
+        kept = [group in outermost for group in self._groups]
+        return _traffic(self._groups, kept, micro_batches, per_micro_batch=self._per_micro_batch)
 
     def end(self, *, committed: bool) -> None:
         if self._found:
@@ -207,8 +213,8 @@ class FSDPRanks(Ranks):
             raise StaleGradientsError(
                 f"fully_shard held back gradients of {len(left)} parameters before the first micro-batch "
                 f"of this update ({left[0]}), which zero_grad does not reach; they would have been "
-                f"added to the update and are thrown away now. A backward under set_requires_gradient_sync(False) "
-                f"outside the window left them; run the update again"
+                f"added to the update and are thrown away now. A backward outside the window, under "
+                f"set_requires_gradient_sync(False), left them; run the update again"
             )
 
     def _reset(self) -> None:
@@ -271,20 +277,22 @@ def _groups(modules: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _traffic(groups: Sequence[Any], micro_batches: int, *, per_micro_batch: bool) -> Traffic:
+def _traffic(
+    groups: Sequence[Any], kept: Sequence[bool], micro_batches: int, *, per_micro_batch: bool
+) -> Traffic:
     reductions = micro_batches if per_micro_batch else 1
     reduced = gathered = held = 0
-    for group in groups:
+    for group, stays in zip(groups, kept, strict=True):
         shards = getattr(group.mesh_info, "shard_mesh_size", 1)
         copies = getattr(group.mesh_info, "replicate_mesh_size", 1)
-        # FSDP keeps the outermost group gathered from its forward to its backward
-        gathers = micro_batches * (2 if group.post_forward_mesh_info is not None else 1)
+        again = group.post_forward_mesh_info is not None and not stays
+        gathers = micro_batches * (2 if again else 1)
         for one in group.fsdp_params:
             elements = one.padded_sharded_param_size.numel() * shards
-            inside = one.param_dtype or one.orig_dtype
+            inside = one.mp_policy.param_dtype or one.sharded_param.dtype
             gathered += gathers * elements * inside.itemsize * (shards > 1)
             if one.sharded_param.requires_grad:
-                size = elements * (one.reduce_dtype or inside).itemsize
+                size = elements * (one.mp_policy.reduce_dtype or inside).itemsize
                 reduced += size * reductions * (shards > 1) + size // shards * (copies > 1)
                 held += size * (not per_micro_batch and micro_batches > 1)
     return Traffic(reductions=reductions, reduced_bytes=reduced, gathered_bytes=gathered, held_bytes=held)

@@ -1,5 +1,6 @@
-"""The loop of ``ddp_loop.py`` with sharded parameters, gradients and optimizer state; the update is the same.
+"""The loop of ``ddp_loop.py`` with parameters, gradients and optimizer state in shards.
 
+The update is the same.
     torchrun --nproc-per-node 2 examples/sharded_loop.py
     torchrun --nproc-per-node 2 examples/sharded_loop.py per_micro_batch
 
@@ -16,11 +17,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from ddp_loop import GLOBAL_BATCH_SAMPLES, MICRO_BATCH_SAMPLES, UPDATES, collate, ragged_sequences
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import wholebatch as wb
+from ddp_loop import GLOBAL_BATCH_SAMPLES, MICRO_BATCH_SAMPLES, UPDATES, collate, ragged_sequences
 
 
 class Tagger(nn.Module):

@@ -1,0 +1,128 @@
+"""What a rank hears of the others in an exchange: who failed, who is elsewhere, who differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from wholebatch.errors import OtherRankFailedError, PoisonedWindowError
+from wholebatch.ranks.agreement import Agreement, PendingExchange, name_ranks, unlike_first
+from wholebatch.ranks.base import Roles, Traffic
+from wholebatch.ranks.single import SingleRank
+from wholebatch.tally import GlobalTally, Tally, payload_size
+
+
+class Told:
+    """Sums that have come in."""
+
+    def __init__(self, sums: Sequence[float]) -> None:
+        self.sums = list(sums)
+
+    def wait(self, patience_s: float | None = None) -> list[float]:
+        if patience_s is not None:
+            raise RuntimeError("timed out")
+        return self.sums
+
+
+def exchange(states: Sequence[float], payload: Sequence[float] = ()) -> PendingExchange:
+    told = Told([*states, *payload])
+    return PendingExchange(told, len(payload), "adding up what the window holds", len(states))
+
+
+def test_all_are_there() -> None:
+    assert exchange([3.0, 3.0, 3.0], [5.0, 7.0]).wait() == [5.0, 7.0]
+
+
+def test_those_that_failed_are_named() -> None:
+    with pytest.raises(OtherRankFailedError, match=r"^rank 2 failed while this rank was adding up"):
+        exchange([3.0, 3.0, -1.0]).wait()
+    with pytest.raises(OtherRankFailedError, match=r"^ranks 0 and 2 failed"):
+        exchange([-1.0, 3.0, -1.0]).wait()
+    with pytest.raises(PoisonedWindowError, match=r"^rank 1 failed beyond the point of no return"):
+        exchange([-1.0, -2.0, 3.0]).wait()
+
+
+def test_those_that_are_elsewhere_are_named() -> None:
+    with pytest.raises(PoisonedWindowError) as caught:
+        exchange([3.0, 1.0, 3.0, 3.0]).wait()
+    assert "(rank 1 drawing micro-batches; ranks 0, 2 and 3 adding up what the window holds)" in str(
+        caught.value
+    )
+
+
+def test_a_short_patience_is_told() -> None:
+    with pytest.raises(PoisonedWindowError, match=r"did not answer within 2\.5 seconds"):
+        exchange([3.0]).wait(2.5)
+
+
+def test_a_rank_alone_hears_itself() -> None:
+    agreement = Agreement(SingleRank(), 2)
+    assert agreement.exchange([1.0], doing="agreeing on what came out").wait() == [1.0]
+    with pytest.raises(OtherRankFailedError, match="rank 0"):
+        agreement.exchange(doing="agreeing on what came out", failed=True).wait()
+    agreement.report_failure()
+
+
+def test_names_of_ranks() -> None:
+    assert name_ranks([4]) == "rank 4"
+    assert name_ranks([1, 5]) == "ranks 1 and 5"
+    assert name_ranks([0, 1, 2, 3]) == "ranks 0, 1, 2 and 3"
+    assert name_ranks(list(range(12))) == "ranks 0, 1, 2 and 9 more"
+    assert unlike_first([2.0, 2.0, 3.0]) == [2]
+
+
+# Two replicas of two ranks each; the first of each speaks for its samples.
+REPLICAS = (0, 0, 1, 1)
+
+
+def roles(rank: int, *, parts: bool = False) -> Roles:
+    """Ranks that share a replica; with ``parts``, each counts the items of its part of the sequences."""
+    speaks = rank % 2 == 0
+    return Roles(rank=rank, replica_of=REPLICAS, counts_samples=speaks, counts_items=speaks or parts)
+
+
+def held(samples: int, items: float | None, *, digest: int = 7, settings: int = 1) -> Tally:
+    return Tally(
+        micro_batches=1,
+        samples=samples,
+        positions=10,
+        digest=digest,
+        items=((items,),),
+        settings=settings,
+        needs_reset=False,
+        samples_left_out=0,
+    )
+
+
+def added_up(tallies: Sequence[Tally], *, parts: bool = False) -> GlobalTally:
+    payloads = [tally.payload(1, roles(rank, parts=parts)) for rank, tally in enumerate(tallies)]
+    assert {len(payload) for payload in payloads} == {payload_size(1, 4)}
+    sums = [sum(column) for column in zip(*payloads, strict=True)]
+    return GlobalTally.from_sums(sums, roles=roles(0, parts=parts), num_terms=1)
+
+
+def test_a_replica_of_two_ranks_is_counted_once() -> None:
+    total = added_up([held(3, 30.0), held(3, 30.0), held(4, 50.0), held(4, 50.0)])
+    assert (total.micro_batches, total.samples, total.items) == (2, 7, (80.0,))
+    assert total.digest == f"{14:016x}"
+    assert (total.other_samples, total.other_settings, total.uneven) == ([], [], False)
+
+
+def test_items_of_parts_of_sequences_add_up() -> None:
+    total = added_up([held(3, 30.0), held(3, 10.0), held(4, 50.0), held(4, 5.0)], parts=True)
+    assert (total.samples, total.items) == (7, (95.0,))
+
+
+def test_ranks_that_differ_are_named() -> None:
+    assert added_up([held(3, 1.0), held(3, 1.0), held(4, 1.0), held(5, 1.0)]).other_samples == [3]
+    assert added_up([held(3, 1.0), held(3, 1.0, digest=8), held(4, 1.0), held(4, 1.0)]).other_samples == [1]
+    assert added_up([held(3, 1.0, settings=9), *[held(3, 1.0)] * 3]).other_settings == [1, 2, 3]
+
+
+def test_the_price_is_told_in_words() -> None:
+    told = str(Traffic(reductions=2, reduced_bytes=3 * 2**20, gathered_bytes=512, held_bytes=0))
+    assert told == (
+        "2 reductions of gradients an update, 3.0 MiB reduced and 0.5 KiB gathered, "
+        "0.0 KiB of whole gradients held"
+    )

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from wholebatch.errors import StaleGradientsError, UnsupportedError, WindowUsageError
 from wholebatch.gradients import careful_norm, scale_gradients, total_norm
-from wholebatch.ranks.base import Ranks, Reduce, Roles
+from wholebatch.ranks.base import Ranks, Reduce, Roles, Traffic
 from wholebatch.ranks.collectives import HostTotal, HostTotals
 from wholebatch.ranks.deepspeed_config import check_config
 from wholebatch.ranks.deepspeed_gradients import Held, held_by, trainable
@@ -167,6 +167,19 @@ class DeepSpeedRanks(Ranks):
 
     def share_buffers(self) -> None:
         """DeepSpeed shares buffers when it is initialised, and not again."""
+
+    def traffic(self, micro_batches: int) -> Traffic:
+        """By DeepSpeed's own rules; stage 3 may gather less, for small and just used parameters stay."""
+        times = micro_batches if self._per_micro_batch else 1
+        sizes = [(getattr(one, "ds_numel", one.numel()), one.itemsize) for one in self.held.parameters()]
+        elements, whole = sum(n for n, _ in sizes), sum(n * size for n, size in sizes)
+        gathers = {0: 0, 1: 1, 2: 1, 3: 2 * micro_batches}[self.stage]
+        return Traffic(
+            reductions=times,
+            reduced_bytes=times * elements * self._engine.communication_data_type.itemsize,
+            gathered_bytes=gathers * whole,
+            held_bytes=0 if self._per_micro_batch else whole,
+        )
 
     def end(self, *, committed: bool) -> None:
         self._put_switches_back()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import environments
+import wholebatch
 from deepspeed_rounds import (
     CLIP,
     EPS,
@@ -286,3 +288,21 @@ def test_contradictions_are_refused_with_both_numbers() -> None:
     assert found.keys() == says.keys()
     for name, words in says.items():
         assert words in found[name], found[name]
+
+
+def documented(rank: int, n: int) -> Any:
+    """The first block of the page, as it stands there."""
+    deepspeed = deepspeed_here(rank, n)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "engines" / "deepspeed.md").read_text()
+    block = page.split("```text\n")[1].split("```")[0]
+    case = case_of("ragged, tail")
+    model = case.model().float()
+    names = {"deepspeed": deepspeed, "wb": wholebatch, "model": model, "batches": case.batches()[rank]}
+    names["optimizer"] = torch.optim.AdamW(model.parameters(), lr=0.01)
+    exec(block, names)
+    return names["record"]
+
+
+def test_the_page_does_what_it_says() -> None:
+    for record in run_ranks(documented, 2, timeout_s=60):
+        assert (record.outcome, record.samples, record.reductions) == ("applied", 4, 2)

@@ -1,6 +1,7 @@
 """The loop of ``ddp_loop.py`` with parameters, gradients and optimizer state in shards.
 
 The update is the same.
+
     torchrun --nproc-per-node 2 examples/sharded_loop.py
     torchrun --nproc-per-node 2 examples/sharded_loop.py per_micro_batch
 

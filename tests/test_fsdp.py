@@ -471,6 +471,32 @@ def test_an_update_that_is_not_finite_is_skipped_everywhere(reduce: str) -> None
         assert error < 1e-14
 
 
+def overflowing_shard(rank: int, ranks: int) -> list[Any]:
+    """A gradient that is infinite on the shard of one rank only: all ranks back their loss scale off."""
+    model = sharded(ranks)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    window = UpdateWindow(model, adamw(model), OBJECTIVE, scaler=scaler)
+    last_unit = torch.ones(8, dtype=torch.float64)
+    last_unit[-1] = float("inf")
+    found = []
+    for overflows in (False, True, False):
+
+        def overflow(_: nn.Module, __: Any, output: torch.Tensor, now: bool = overflows) -> None:
+            if now:
+                output.register_hook(lambda gradient: gradient * last_unit)
+
+        handle = model.first.register_forward_hook(overflow)
+        record = window.run(batches(10 * rank, 2), loss)
+        handle.remove()
+        found.append((record.outcome, record.loss_scale))
+    return found
+
+
+def test_an_overflow_in_one_shard_moves_the_loss_scale_of_all() -> None:
+    wanted = [("applied", 1024.0), ("skipped_nonfinite", 1024.0), ("applied", 512.0)]
+    assert run_ranks(overflowing_shard, 2) == [wanted, wanted]
+
+
 # What is refused ------------------------------------------------------------------------------------------
 
 

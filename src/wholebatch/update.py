@@ -191,6 +191,11 @@ class Update:
         if self._count_with is None:
             return None
         window = self._window
+        if window.ranks.runs_windows:
+            raise WindowUsageError(
+                "counting_pass=True runs forwards one by one, which a pipeline does not; give the "
+                "objective a count"
+            )
         self._refuse_uneven_counting_pass()
         counted: list[dict[str, Number]] = []
         with torch.no_grad():
@@ -283,6 +288,11 @@ class Update:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's micro-batches, each with its forward and backward inside one scope."""
+        if self._window.ranks.runs_windows:
+            raise WindowUsageError(
+                "the micro-batches of a pipeline run by its schedule, not in a loop; use "
+                "window.run(batches)"
+            )
         if self._window.open_update is not self or self._turns is not None:
             raise WindowUsageError(
                 "iterate an update once, inside its with block: with window.update(batches) as update: "
@@ -317,6 +327,49 @@ class Update:
                 )
         if spares and not self._held:
             self._window.snapshot.rewind()
+
+    def run(self, loss_fn: LossFunction | None) -> None:
+        """All turns at once.
+
+        Args:
+            loss_fn: ``loss_fn(model, batch)``; where the engine runs the forwards by a schedule of its own,
+                ``loss_fn(output, batch)`` or None for the objective itself.
+        """
+        window = self._window
+        if window.ranks.runs_windows:
+            self._run_by_schedule(loss_fn or window.objective)
+            return
+        if loss_fn is None:
+            raise WindowUsageError(
+                "run needs a loss_fn(model, batch) that returns (loss_sum, num_items), such as "
+                'lambda model, batch: objective(model(batch["input_ids"]), batch)'
+            )
+        for batch in self:
+            self.backward(loss_fn(window.model, batch))
+
+    def _run_by_schedule(self, loss_of: Callable[[Any, Any], Any]) -> None:
+        """The turns of an engine that runs forwards and backwards by itself; it can't be stopped inside."""
+        window = self._window
+        self._settle()
+        window.ranks.check_window(self._held)
+
+        found: dict[int, dict[str, LossSum]] = {}
+
+        def weighed(output: Tensor, batch: Any, number: int) -> Tensor:
+            by_term = self._by_term(loss_of(output, batch))
+            found[number] = {
+                term: LossSum(one.loss_sum.detach(), one.num_items) for term, one in by_term.items()
+            }
+            seeds = {term: self._seed(term, one.loss_sum, False) for term, one in by_term.items()}
+            return torch.stack([one.loss_sum * seeds[term] for term, one in by_term.items()]).sum()
+
+        self._refuse(self._changed())
+        self._meet_before_reducing()
+        window.ranks.run_window(self._held, weighed)
+        self._losses = [found[number] for number in sorted(found)]
+        self._irrevocable = False
+        self._turns_run = len(self._held)
+        window.snapshot.gradients.mark(whole=True)
 
     def backward(self, loss: LossSum | tuple[Tensor, Number] | Mapping[str, Any]) -> None:
         """Add the gradient of this micro-batch's *summed* loss; the window divides.
@@ -522,7 +575,9 @@ class Update:
     def _problem(self, result: Result) -> UpdateError | None:
         """Why this rank can't commit, if so."""
         window, counted_ahead = self._window, self._ahead.items
-        differing = () if counted_ahead == result.items else zip(counted_ahead, result.items, strict=True)
+        has_losses = window.ranks.roles.counts_losses  # not the other stages of a pipeline
+        same = counted_ahead == result.items or not has_losses
+        differing = () if same else zip(counted_ahead, result.items, strict=True)
         for index, (ahead, summed) in enumerate(differing):
             for term, counted, number in zip(window.terms, ahead, summed, strict=True):
                 wanted = number if counted is None else counted

@@ -271,7 +271,7 @@ class UpdateWindow:
     def run(
         self,
         batches: Iterable[Any],
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | None = None,
         *,
         sample_ids: Iterable[int] | None = None,
         counting_pass: bool = False,
@@ -280,7 +280,8 @@ class UpdateWindow:
 
         Args:
             batches: this rank's micro-batches of one global batch, as a list.
-            loss_fn: ``loss_fn(model, batch)`` returns ``(loss_sum, num_items)`` or such by term.
+            loss_fn: ``loss_fn(model, batch)`` returns ``(loss_sum, num_items)`` or such by term. Not needed
+                for a ``PipelinedModel``: its last stage calls the objective, or ``loss_fn(output, batch)``.
             sample_ids: as for :meth:`update`.
             counting_pass: run every forward once without gradients to count the items first, for
                 several terms of which one can't be counted ahead. Random state and buffers are put
@@ -293,8 +294,7 @@ class UpdateWindow:
             self._parts, batches, sample_ids=sample_ids, count_with=loss_fn if counting_pass else None
         )
         with update:
-            for batch in update:
-                update.backward(loss_fn(self.model, batch))
+            update.run(loss_fn)
         return update.record
 
     def state_dict(self) -> dict[str, Any]:

@@ -110,6 +110,12 @@ def _deepspeed(model: Any, asked: Asked) -> Ranks:
     return DeepSpeedRanks(model, reduce=asked.reduce)
 
 
+def _pipeline(model: Any, asked: Asked) -> Ranks:
+    from wholebatch.ranks.pipeline import PipelineRanks
+
+    return PipelineRanks(model, reduce=asked.reduce, group=asked.all_ranks())
+
+
 def _tensor_parallel(model: nn.Module, asked: Asked) -> Ranks:
     from wholebatch.ranks.tensor_parallel import TensorParallelRanks
 
@@ -138,10 +144,11 @@ _BY_CLASS: dict[str, _Make] = {
     "DistributedDataParallel": _ddp,
     "FSDPModule": _fsdp,
     "DeepSpeedEngine": _deepspeed,
+    "PipelinedModel": _pipeline,
 }
 _KNOWN = (
     "a plain module on one rank, and on several torch.nn.parallel.DistributedDataParallel, fully_shard, "
-    "DeepSpeed, or DTensors over a mesh of tensor-parallel ranks"
+    "DeepSpeed, a PipelinedModel, or DTensors over a mesh of tensor-parallel ranks"
 )
 # Known by name, and refused.
 _FOREIGN = {"DataParallel", "FullyShardedDataParallel", "PipelineEngine"}
@@ -185,6 +192,8 @@ def _refuse_nested(model: nn.Module, engine: str) -> None:
         found = names & (_FOREIGN | set(_BY_CLASS))
         if not found or (found == {engine} and (not path or engine == "FSDPModule")):
             continue
+        if engine == "PipelinedModel" and found <= {"DistributedDataParallel", "FSDPModule"}:
+            continue  # its stages
         where = f"{path} inside the model" if path else "the model"
         raise UnsupportedError(
             f"{where} is a {min(found)}, which the window does not know there. It knows {_KNOWN}; "

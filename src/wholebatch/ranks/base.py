@@ -16,7 +16,7 @@ number of ranks or on the engine:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -132,6 +132,7 @@ class Ranks(ABC):
             first forward, and ranks with fewer micro-batches run weightless ones beside the others'.
         patience_s: seconds that a rank which failed waits for the others to hear of it; None as long as
             the process group. Short where they may be inside a collective that it left.
+        runs_windows: True where the engine runs forwards and backwards by a schedule of its own.
         stepper: the engine itself, where it scales, clips and steps; None where torch's optimizer does.
     """
 
@@ -144,6 +145,7 @@ class Ranks(ABC):
     needs_reset: bool = False
     equal_turns: bool = False
     patience_s: float | None = None
+    runs_windows: bool = False
     stepper: Stepper | None = None
 
     @property
@@ -212,6 +214,19 @@ class Ranks(ABC):
     @abstractmethod
     def check_forward(self) -> None:
         """Refuse before a backward that would not reduce although it should."""
+
+    def check_window(self, batches: Sequence[Any]) -> None:  # noqa: B027 - as above
+        """Refuse micro-batches that the engine's schedule can't run; where ``runs_windows``."""
+
+    def run_window(self, batches: Sequence[Any], loss: Callable[[Tensor, Any, int], Tensor]) -> None:
+        """Run all micro-batches forwards and backwards, where ``runs_windows``.
+
+        Args:
+            batches: of this rank's window.
+            loss: ``loss(output, batch, number)``: what is differentiated, by the rank that has the output
+                of the micro-batch of that number; the last call for a number counts.
+        """
+        raise NotImplementedError(f"{type(self).__name__} leaves the loop to the user")
 
     def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Run the backward of one micro-batch from its summed losses, each with its own gradient."""

@@ -14,7 +14,8 @@ Facts of torch's pipelining that this file rests on (read in torch 2.13 and test
   call.
 * Shapes are tried out with the loss too, on tensors without meaning: a loss is known by its micro-batch.
 * An exception inside a call leaves the neighbours waiting in a receive: no update can be run again after
-it."""
+  it.
+"""
 
 from __future__ import annotations
 

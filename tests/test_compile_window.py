@@ -1,0 +1,228 @@
+"""Compiled models in the window: the same update, nothing compiled anew for its sake, and the way back."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ranks import run_ranks
+from wholebatch import UpdateWindow, token_loss
+from wholebatch.errors import UnsupportedError
+
+pytestmark = pytest.mark.slow
+
+OBJECTIVE = token_loss()
+Batch = dict[str, torch.Tensor]
+# Each way of compiling, and by how many ranks it is run.
+WAYS = [
+    ("whole", 1),
+    ("in place", 1),
+    ("blocks", 1),
+    ("whole in DDP", 2),
+    ("in place in DDP", 2),
+    ("blocks in DDP", 2),
+    ("blocks under fully_shard", 2),
+]
+
+
+class Block(nn.Module):
+    """A hidden layer that keeps a running mean of what passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x + torch.tanh(self.inner(x))
+        if self.training:
+            self.mean.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        return hidden
+
+
+class Net(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.blocks(x))
+        return logits
+
+
+def net(dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def compiled(way: str, module: Net, backend: str = "aot_eager") -> nn.Module:
+    """``module`` compiled and wrapped; a break of its graph is an error."""
+    how: dict[str, Any] = {"backend": backend, "fullgraph": True}
+    model: Any = module
+    if way.startswith("whole"):
+        model = torch.compile(module, **how)
+    elif way.startswith("in place"):
+        module.compile(**how)
+    else:
+        for block in module.blocks:
+            block.compile(**how)
+    if way.endswith("fully_shard"):
+        for block in module.blocks:
+            fully_shard(block)
+        fully_shard(module)
+    return DistributedDataParallel(model) if way.endswith("DDP") else model
+
+
+def batches(start: int, number: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
+    """Micro-batches of 3 samples, some of which are not supervised."""
+    made = []
+    for index in range(start, start + number):
+        generator = torch.Generator().manual_seed(index)
+        labels = torch.randint(0, 4, (3,), generator=generator)
+        labels[: index % 3] = -100
+        made.append({"x": torch.randn(3, 6, generator=generator, dtype=dtype), "labels": labels})
+    return made
+
+
+def loss(model: nn.Module, batch: Batch) -> Any:
+    return OBJECTIVE(model(batch["x"]), batch)
+
+
+def big_batch(model: nn.Module, optimizer: torch.optim.Optimizer, given: list[Batch]) -> None:
+    """The plain update of the whole global batch, not compiled."""
+    optimizer.zero_grad()
+    x, labels = (torch.cat([batch[name] for batch in given]) for name in ("x", "labels"))
+    F.cross_entropy(model(x), labels).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def window_over(model: nn.Module) -> UpdateWindow:
+    return UpdateWindow(model, adamw(model), OBJECTIVE, clip_grad_norm=0.1)
+
+
+def distance(model: nn.Module, wanted: nn.Module) -> float:
+    pairs = zip(model.parameters(), wanted.parameters(), strict=True)
+    return max(
+        float((getattr(mine, "full_tensor", lambda m=mine: m)() - theirs).abs().max().detach())
+        for mine, theirs in pairs
+    )
+
+
+def fail_in_the_second(window: UpdateWindow, given: list[Batch]) -> None:
+    with window.update(given) as update:
+        for index, batch in enumerate(update):
+            if index == 1:
+                raise RuntimeError("not today")
+            update.backward(loss(window.model, batch))
+
+
+def quiet_compiler() -> None:
+    """torch's compiler imports what torch deprecates, and asks inputs of a block for their gradients."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+
+
+def updates(rank: int, ranks: int, way: str) -> list[Any]:
+    """Two updates that compile, then one that fails and three more that may not compile anything."""
+    quiet_compiler()
+    module, wanted = net(), net()
+    model = compiled(way, module)
+    window, plain = window_over(model), adamw(wanted)
+    reductions = []
+    for update in range(5):
+        if update == 2:
+            torch.compiler.set_stance("fail_on_recompile")
+            before = [buffer.clone() for buffer in module.buffers()]
+            with pytest.raises(RuntimeError, match="not today"):
+                fail_in_the_second(window, batches(900, 3))
+            kept = all(map(torch.equal, before, module.buffers()))
+        shares = [batches(100 * update + 10 * one, 3) for one in range(ranks)]
+        reductions.append(window.run(shares[rank], loss).reductions)
+        big_batch(wanted, plain, [batch for share in shares for batch in share])
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return [distance(module, wanted), reductions, kept, graphs, window.counters.updates_applied]
+
+
+@pytest.mark.parametrize(("way", "ranks"), WAYS)
+def test_the_update_is_that_of_the_big_batch_and_nothing_is_compiled_anew(way: str, ranks: int) -> None:
+    for error, reductions, kept, graphs, applied in run_ranks(updates, ranks, way, timeout_s=120):
+        assert error < 1e-13
+        assert reductions == [int(ranks > 1)] * 5
+        assert kept
+        assert graphs >= 1  # a model that is not compiled would pass all else
+        assert applied == 5
+
+
+def inductor(_rank: int, _ranks: int) -> float:
+    warnings.filterwarnings("ignore")
+    module, wanted = net(torch.float32), net(torch.float64)
+    window, plain = window_over(compiled("whole", module, "inductor")), adamw(wanted)
+    window.run(batches(0, 3, torch.float32), loss)
+    big_batch(wanted, plain, [{**b, "x": b["x"].double()} for b in batches(0, 3, torch.float32)])
+    return distance(module, wanted)
+
+
+def test_kernels_of_inductor_give_the_same_update_within_float32() -> None:
+    assert run_ranks(inductor, 1, timeout_s=180)[0] < 1e-5
+
+
+def outside(_rank: int, _ranks: int) -> str:
+    model = torch.compile(DistributedDataParallel(net()), backend="aot_eager")
+    with pytest.raises(UnsupportedError) as caught:
+        UpdateWindow(model, adamw(model), OBJECTIVE)
+    return str(caught.value)
+
+
+def test_compiling_the_wrapper_itself_is_refused() -> None:
+    for message in run_ranks(outside, 2):
+        assert "_orig_mod inside the model is a DistributedDataParallel" in message
+        assert "compile or nest what is inside DistributedDataParallel" in message
+
+
+class Broken(Net):
+    """A forward that the compiler can't take in as a whole."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def broken(_rank: int, _ranks: int) -> list[str]:
+    """What the tests above would see of a mode that changes, and of a graph that breaks."""
+    quiet_compiler()
+    told = []
+    for module in (net(), Broken().double()):
+        window = window_over(compiled("in place", module))
+        try:
+            window.run(batches(0, 3), loss)
+            torch.compiler.set_stance("fail_on_recompile")
+            module.eval()
+            window.run(batches(0, 3), loss)
+            told.append("nothing seen")
+        except Exception as error:
+            told.append(str(error))
+        finally:
+            torch.compiler.set_stance("default")
+    return told
+
+
+def test_a_recompilation_and_a_broken_graph_would_show() -> None:
+    ((mode, graph_break),) = run_ranks(broken, 1)
+    assert "Detected recompile" in mode
+    assert "torch._dynamo.graph_break()" in graph_break

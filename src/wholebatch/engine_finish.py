@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -23,6 +24,7 @@ def finish_for(
     clip_grad_norm: float | None,
     scaler: GradScaler | None,
     schedules: Sequence[DeclaredSchedule],
+    accumulate_in: torch.dtype | None = None,
 ) -> Finish:
     """The finish that belongs to an engine: its own where it steps itself, else the plain one.
 
@@ -32,6 +34,7 @@ def finish_for(
         clip_grad_norm: largest Euclidean norm of the gradient, or ``None``.
         scaler: a ``GradScaler`` for float16, or ``None``.
         schedules: learning-rate schedules, each with its unit.
+        accumulate_in: what gradients of narrow parameters are added up in.
 
     Raises:
         UnsupportedError: as :class:`wholebatch.finish.Finish`.
@@ -42,6 +45,7 @@ def finish_for(
         "clip_grad_norm": clip_grad_norm,
         "scaler": scaler,
         "schedules": schedules,
+        "accumulate_in": accumulate_in,
     }
     stepper: Stepper | None = getattr(ranks, "stepper", None)
     return Finish(**given) if stepper is None else EngineFinish(stepper, **given)
@@ -56,6 +60,7 @@ class EngineFinish(Finish):
         clip_grad_norm: what the engine is configured to clip by, or ``None``.
         scaler: must be ``None``; the engine has its own.
         schedules: must be empty where the engine moves its own schedule.
+        accumulate_in: what the engine must add gradients up in at least.
 
     Raises:
         WindowUsageError: any of these is otherwise.
@@ -69,6 +74,7 @@ class EngineFinish(Finish):
         clip_grad_norm: float | None,
         scaler: GradScaler | None,
         schedules: Sequence[DeclaredSchedule],
+        accumulate_in: torch.dtype | None = None,
     ) -> None:
         self._stepper = stepper
         self._clip_factor = 1.0
@@ -79,7 +85,11 @@ class EngineFinish(Finish):
                 "a GradScaler beside an engine that scales its losses itself; leave scaler= out"
             )
         super().__init__(
-            optimizers=[inner], clip_grad_norm=clip_grad_norm, scaler=None, schedules=schedules
+            optimizers=[inner],
+            clip_grad_norm=clip_grad_norm,
+            scaler=None,
+            schedules=schedules,
+            accumulate_in=accumulate_in,
         )
         stepper.check_clip(clip_grad_norm)
 

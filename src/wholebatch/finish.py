@@ -23,6 +23,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from wholebatch.accumulation import WideGradients
 from wholebatch.errors import UnsupportedError, WindowUsageError
 from wholebatch.gradients import gradients_of, is_sharded, own_parameters, read_scalars, scale_gradients
 from wholebatch.ranks.base import Ranks
@@ -116,6 +117,10 @@ class Finish:
         clip_grad_norm: largest Euclidean norm of the gradient, or ``None``.
         scaler: a ``GradScaler`` for float16, driven through its own methods, or ``None``.
         schedules: learning-rate schedules, each with its unit.
+        accumulate_in: what gradients of narrow parameters are added up in; see ``WideGradients``.
+
+    Attributes:
+        wide: keeps those gradients wide until the step.
 
     Raises:
         UnsupportedError: an optimizer that needs a closure, one known to be broken here, or a
@@ -130,6 +135,7 @@ class Finish:
         clip_grad_norm: float | None,
         scaler: GradScaler | None,
         schedules: Sequence[DeclaredSchedule],
+        accumulate_in: torch.dtype | None = None,
     ) -> None:
         self.optimizers = tuple(optimizers)
         self._refuse_no_optimizers()
@@ -138,6 +144,7 @@ class Finish:
         self._known_scale: tuple[tuple[int, int] | None, float] | None = None
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._clip = clip_grad_norm
+        self.wide = WideGradients(accumulate_in)
         self.schedules = tuple(schedules)
         self._check()
         self.begin()
@@ -205,6 +212,10 @@ class Finish:
         """``min(1, clip / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` has it."""
         return 1.0 if self._clip is None else min(1.0, self._clip / (norm + 1e-6))
 
+    def can_be_stepped(self, norm: float) -> bool:
+        """Whether a gradient of this norm is finite for the optimizer too, in the parameters' own dtype."""
+        return math.isfinite(norm) and norm * self.clip_factor(norm) <= self.wide.largest_delivered
+
     def loss_scale(self) -> float | None:
         """The loss scale of this update; ``None`` without a scaler. Reads the device if it changed."""
         mark = self.scale_mark()
@@ -233,10 +244,11 @@ class Finish:
         of each product to the gradient's dtype.
         """
         for optimizer, parameters in zip(self.optimizers, self._of_each, strict=True):
+            left = self.wide.deliver(parameters, factor)
             gradients = gradients_of(parameters)
             if not gradients:
                 continue  # a scaler asserts that it checked some gradient; without one there is no step
-            with _times(optimizer, gradients, factor):
+            with _times(optimizer, gradients, left):
                 if self.scaler is None:
                     optimizer.step()
                 else:

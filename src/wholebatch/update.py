@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from wholebatch.accumulation import WideGradients
 from wholebatch.budget import AnyPlan
 from wholebatch.errors import (
     ChangedInsideWindowError,
@@ -81,6 +82,7 @@ class WindowParts:
     ranks: Ranks
     agreement: Agreement
     snapshot: Snapshot
+    wide: WideGradients
     on_nonfinite: Literal["skip", "raise"]
     count_samples: Callable[[Any], int]
     settings: str
@@ -251,6 +253,7 @@ class Update:
             )
         self._weightless = self._spare_batches(total)
         ranks.open_window(uneven=total.uneven, ranks_without=total.ranks_without, reset=total.reset)
+        ranks.widen(window.wide, window.finish.parameters, max(total.micro_batches_of))
         unknown = [term for term, n in zip(window.terms, total.items, strict=True) if n is None]
         if unknown and len(window.terms) > 1:
             raise ObjectiveError(
@@ -544,7 +547,7 @@ class Update:
         )
         rows = [tuple(reading.values[n * terms : (n + 1) * terms]) for n in range(2 * held)]
         result = Result(
-            nonfinite=not math.isfinite(reading.norm),
+            nonfinite=not window.finish.can_be_stepped(reading.norm),
             norm=reading.norm,
             losses=tuple(rows[:held]),
             items=tuple(rows[held:]),
@@ -639,6 +642,7 @@ class Update:
         )
         finish.advance(counters, applied=applied)
         clear_gradients(finish.parameters)
+        window.wide.forget()
         if not applied:
             window.snapshot.put_back_after_skip()
         window.snapshot.forget()
@@ -702,6 +706,7 @@ class Update:
 
     def _put_back(self) -> None:
         window = self._window
+        window.wide.forget()
         window.snapshot.put_back()
         window.snapshot.forget()
         if self._unscaled:

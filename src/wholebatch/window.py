@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
@@ -79,6 +80,9 @@ class UpdateWindow:
             ``"after_agreement"``, of DDP: once, after all ranks have agreed, at the price of the
             overlap; an update can then be run again until the step.
         reduction_divisor: what a communication hook of your own divides by.
+        accumulate_in: what the gradients of bfloat16 and float16 parameters are added up in: by default
+            float32 where some rank has more than 4 micro-batches; ``torch.float32`` always;
+            ``torch.bfloat16`` or ``torch.float16`` never.
         on_nonfinite: ``"skip"`` an update whose gradient is NaN or infinite, or ``"raise"``.
         on_stale_gradients: ``"raise"``, ``"clear"`` or ``"include"`` gradients found at the start.
             ``"include"`` adds them to the gradient that is stepped on; on one rank, with N known ahead.
@@ -107,6 +111,7 @@ class UpdateWindow:
         context_parallel: DeviceMesh | None = None,
         reduce: Reduce = "per_update",
         reduction_divisor: float | None = None,
+        accumulate_in: torch.dtype | None = None,
         on_nonfinite: Literal["skip", "raise"] = "skip",
         on_stale_gradients: OnStaleGradients = "raise",
         count_samples: Callable[[Any], int] = num_samples,
@@ -128,6 +133,7 @@ class UpdateWindow:
             clip_grad_norm=clip_grad_norm,
             scaler=scaler,
             schedules=_several(scheduler),
+            accumulate_in=accumulate_in,
         )
         ranks.check_parameters(finish.parameters)
         if plan is not None:
@@ -156,11 +162,12 @@ class UpdateWindow:
             ),
             terms=terms,
             snapshot=Snapshot(model, on_stale_gradients),
+            wide=finish.wide,
             on_nonfinite=on_nonfinite,
             count_samples=count_samples,
             settings=(
                 f"terms {dict(objective.coefficients)}, clip_grad_norm {clip_grad_norm}, "
-                f"reduce {reduce!r}, on_nonfinite {on_nonfinite!r}, "
+                f"reduce {reduce!r}, accumulate_in {accumulate_in}, on_nonfinite {on_nonfinite!r}, "
                 f"plan {plan.to_dict() if plan is not None else None}"
             ),
         )

@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from wholebatch.accumulation import WideGradients
 from wholebatch.budget import AnyPlan
 from wholebatch.gradients import careful_norm, total_norm
 from wholebatch.ranks.stepper import Stepper
@@ -190,6 +191,20 @@ class Ranks(ABC):
     def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
         """Take in what the ranks told each other: whether their micro-batches differ in number,
         how many ranks have none, and whether some rank needs a reset."""
+
+    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
+        """Have gradients added up with enough digits, before the first backward of an update.
+
+        Args:
+            wide: keeps those of narrow parameters wide, where the engine leaves them in ``.grad``.
+            parameters: of the optimizers.
+            micro_batches: the most that any rank has.
+
+        Raises:
+            UnsupportedError: the engine adds up in too few digits, and can't otherwise.
+        """
+        if wide.wanted_for(parameters, micro_batches=micro_batches):
+            wide.begin(parameters)
 
     @abstractmethod
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:

@@ -33,6 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from wholebatch.accumulation import WideGradients
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
 from wholebatch.gradients import GradientWatch
 from wholebatch.ranks.base import Ranks, Reduce, Roles, Traffic
@@ -130,6 +131,19 @@ class DDPRanks(Ranks):
                 "window the ranks have different numbers of micro-batches; begin with a full window, or "
                 "leave static_graph off"
             )
+
+    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
+        if not wide.wanted_for(parameters, micro_batches=micro_batches):
+            return
+        if self.warming_up:
+            raise UnsupportedError(
+                "DDP(static_graph=True) needs its first backward reduced by its own reducer, which takes "
+                "no gradients of another dtype than the parameters'; leave static_graph off, or give the "
+                "window accumulate_in=torch.bfloat16 to add up in the parameters' own dtype"
+            )
+        # The reducer refuses gradients of another dtype than the parameters': reduce after agreement.
+        self.reduces_at_the_end, self.divisor = True, 1.0
+        wide.begin(parameters)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -325,7 +339,7 @@ class DDPRanks(Ranks):
             if ranks_with == 0:
                 continue
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
             gradients.append(parameter.grad)
         return gradients
 

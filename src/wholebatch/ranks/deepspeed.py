@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from wholebatch.accumulation import DEEPSPEED, WideGradients, too_narrow
 from wholebatch.errors import StaleGradientsError, UnsupportedError, WindowUsageError
 from wholebatch.gradients import careful_norm, scale_gradients, total_norm
 from wholebatch.ranks.base import Ranks, Reduce, Roles, Traffic
@@ -114,6 +115,11 @@ class DeepSpeedRanks(Ranks):
             )
         self.reductions = 0
         self.held.begin()
+
+    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:  # noqa: ARG002
+        _, added_up_in = self._engine.get_data_types()
+        if narrow := wide.wanted([added_up_in], micro_batches=micro_batches):
+            raise UnsupportedError(too_narrow(narrow, DEEPSPEED))
 
     def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
         pass

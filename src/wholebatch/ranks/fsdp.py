@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from wholebatch.accumulation import HELD_BACK_FSDP2, SHARDED_FSDP2, WideGradients, too_narrow
 from wholebatch.errors import PoisonedWindowError, StaleGradientsError, UnsupportedError
 from wholebatch.ranks.base import Ranks, Reduce, Traffic
 from wholebatch.ranks.collectives import HostTotal, HostTotals
@@ -128,6 +129,21 @@ class FSDPRanks(Ranks):
 
     def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
         pass
+
+    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
+        kept = SHARDED_FSDP2 if self._per_micro_batch else HELD_BACK_FSDP2
+        if narrow := wide.wanted(self._accumulated_in(parameters), micro_batches=micro_batches):
+            raise UnsupportedError(too_narrow(narrow, kept))
+
+    def _accumulated_in(self, parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
+        """What gradients are added up in: held back, in the dtype of the reduction; else in the shards'."""
+        if self._per_micro_batch:
+            return [parameter.dtype for parameter in parameters]
+        return [
+            policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+            for group in self._groups
+            for policy in [group.mp_policy]
+        ]
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:

@@ -237,7 +237,7 @@ class PipelineRanks(Ranks):
             if copies_with == 0:
                 continue
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
             gradients.append(parameter.grad)
         sum_over_ranks(gradients, group)
         self.reductions += 1

@@ -46,6 +46,15 @@ def test_an_accelerator_s_allocator_is_asked(monkeypatch: pytest.MonkeyPatch) ->
     assert peak_memory_bytes() == 12345
 
 
+def test_none_where_the_accelerator_s_allocator_keeps_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask() -> int:
+        raise RuntimeError("Allocator for foreign is not a DeviceAllocator.")
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", ask)
+    assert peak_memory_bytes() is None
+
+
 def test_none_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "resource", None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)

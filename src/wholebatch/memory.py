@@ -41,14 +41,17 @@ def peak_memory_bytes() -> int | None:
     high-water mark of the resident set, which includes Python and the libraries, and never falls.
 
     Returns:
-        Bytes; None where the system does not say.
+        Bytes; None where the system or the accelerator does not say.
 
     Exactness: on an accelerator this is exact for torch's own tensors; the resident set is exact to
     a page, and 50 to 110 MiB above what tensors take.
     Source: getrusage(2) counts ru_maxrss in KiB on Linux, in bytes on macOS.
     """
     if torch.accelerator.is_available():
-        return int(torch.accelerator.max_memory_allocated())
+        try:
+            return int(torch.accelerator.max_memory_allocated())
+        except RuntimeError:  # a backend whose allocator keeps no count
+            return None
     if resource is None:
         return None
     unit = 1 if sys.platform == "darwin" else 1024

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: venv train test lint peers test-peers faults benchmark clean
+.PHONY: venv train test lint peers test-peers faults engines benchmark clean
 
 venv: $(READY)
 
@@ -41,6 +41,10 @@ test-peers: peers
 # Every fault at every place under every layout, and the table of docs/faults.md; some minutes.
 faults: venv
 	cd tests && ../$(BIN)/python -m campaign --all
+
+# Every engine against the big batch in float64, and the table of docs/engines.md; two minutes.
+engines: venv
+	$(BIN)/python tests/engines/page.py
 
 # The window beside a hand-written loop and the peers, and a loop under the audit; quiet machines only.
 benchmark: venv

@@ -104,6 +104,16 @@ def _fsdp(model: nn.Module, asked: Asked) -> Ranks:
     )
 
 
+def _fsdp1(model: Any, asked: Asked) -> Ranks:
+    from wholebatch.ranks.fsdp1 import FSDP1Ranks
+
+    if asked.context_parallel is not None:
+        raise UnsupportedError(
+            "context_parallel over FullyShardedDataParallel is not known to the window; use fully_shard"
+        )
+    return FSDP1Ranks(model, reduce=asked.reduce, group=asked.all_ranks())
+
+
 def _deepspeed(model: Any, asked: Asked) -> Ranks:
     from wholebatch.ranks.deepspeed import DeepSpeedRanks
 
@@ -143,15 +153,19 @@ _Make = Callable[[Any, Asked], Ranks]
 _BY_CLASS: dict[str, _Make] = {
     "DistributedDataParallel": _ddp,
     "FSDPModule": _fsdp,
+    "FullyShardedDataParallel": _fsdp1,
     "DeepSpeedEngine": _deepspeed,
     "PipelinedModel": _pipeline,
 }
 _KNOWN = (
     "a plain module on one rank, and on several torch.nn.parallel.DistributedDataParallel, fully_shard, "
-    "DeepSpeed, a PipelinedModel, or DTensors over a mesh of tensor-parallel ranks"
+    "FullyShardedDataParallel, DeepSpeed, a PipelinedModel, or DTensors over a mesh of tensor-parallel "
+    "ranks"
 )
 # Known by name, and refused.
-_FOREIGN = {"DataParallel", "FullyShardedDataParallel", "PipelineEngine"}
+_FOREIGN = {"DataParallel", "PipelineEngine"}
+# Engines that wrap parts of a model as well as all of it.
+_NESTING = {"FSDPModule", "FullyShardedDataParallel"}
 
 
 def _engine(model: nn.Module) -> tuple[str, _Make]:
@@ -190,7 +204,7 @@ def _refuse_nested(model: nn.Module, engine: str) -> None:
     for path, module in model.named_modules():
         names = _class_names(module)
         found = names & (_FOREIGN | set(_BY_CLASS))
-        if not found or (found == {engine} and (not path or engine == "FSDPModule")):
+        if not found or (found == {engine} and (not path or engine in _NESTING)):
             continue
         if engine == "PipelinedModel" and found <= {"DistributedDataParallel", "FSDPModule"}:
             continue  # its stages

@@ -1,0 +1,195 @@
+"""The window under FSDP1: the update of the big batch, ways back, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+from ranks import run_ranks
+from test_fsdp import OBJECTIVE, adamw, batches, big_batch, failing, loss, net, window_over
+from wholebatch import UpdateWindow
+from wholebatch.errors import PoisonedWindowError, StaleGradientsError, UnsupportedError
+
+pytestmark = pytest.mark.slow
+
+
+def sharded(strategy: str = "FULL_SHARD", **options: Any) -> Any:
+    warnings.filterwarnings("ignore")
+    model: Any = net()
+    if strategy == "HYBRID_SHARD":
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2))
+    wrap = functools.partial(
+        FullyShardedDataParallel,
+        device_id=torch.device("cpu"),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=options.pop("use_orig_params", False),
+        **options,
+    )
+    model.first, model.last = wrap(model.first), wrap(model.last)
+    return wrap(model)
+
+
+def distance(model: Any, wanted: nn.Module) -> float:
+    with FullyShardedDataParallel.summon_full_params(model):
+        mine = {
+            name.replace("_fsdp_wrapped_module.", ""): parameter.detach().clone()
+            for name, parameter in model.named_parameters()
+        }
+    return max(float((mine[name] - p.detach()).abs().max()) for name, p in wanted.named_parameters())
+
+
+def same_as_big_batch(rank: int, ranks: int, strategy: str, reduce: str) -> list[Any]:
+    """Equal and uneven windows, one rank without any, and an update that fails between turns."""
+    model, wanted = sharded(strategy), net()
+    window, plain = window_over(model, reduce=reduce), adamw(wanted)
+    switches = [one._sync_gradients for one in FullyShardedDataParallel.fsdp_modules(model)]
+    found = []
+    for update, held in enumerate([(2, 2, 2, 2), (3, 1, 1, 2), (0, 2, 1, 1), (2, 2, 2, 2)]):
+        shares = [batches(100 * update + 10 * one, held[one]) for one in range(ranks)]
+        if update == 3:
+            with pytest.raises(RuntimeError, match="not today"):
+                failing(window, model, shares[rank], "between")
+        record = window.run(shares[rank], loss)
+        norm = big_batch(wanted, plain, [batch for share in shares for batch in share])
+        most = max(held[:ranks])
+        found.append(
+            (record.gradient_norm - norm, record.reductions, 1 if reduce == "per_update" else most)
+        )
+    kept = switches == [one._sync_gradients for one in FullyShardedDataParallel.fsdp_modules(model)]
+    return [distance(model, wanted), found, kept, window.counters.updates_applied]
+
+
+@pytest.mark.parametrize("reduce", ["per_update", "per_micro_batch"])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(2, "FULL_SHARD"), (2, "SHARD_GRAD_OP"), (4, "HYBRID_SHARD")]
+)
+def test_the_update_is_that_of_the_big_batch(ranks: int, strategy: str, reduce: str) -> None:
+    for error, found, kept, applied in run_ranks(same_as_big_batch, ranks, strategy, reduce):
+        assert error < 1e-14
+        assert kept
+        assert applied == 4
+        for norm_error, reductions, wanted in found:
+            assert abs(norm_error) < 1e-14
+            assert reductions == wanted
+
+
+def cannot_go_back(rank: int, _ranks: int, where: str) -> list[str]:
+    """An exception inside a forward or backward, on every rank."""
+    model = sharded()
+    window = window_over(model)
+    told = []
+    inner: Any = mock.Mock(wraps=model, norm=model.module.norm)
+    with pytest.raises(RuntimeError, match="not today"):
+        failing(window, inner, batches(10 * rank, 3), where)
+    with pytest.raises(PoisonedWindowError) as caught:
+        window.run(batches(10 * rank, 2), loss)
+    told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_exception_inside_fsdp_the_window_says_that_it_cannot_go_on(where: str) -> None:
+    for (message,) in run_ranks(cannot_go_back, 2, where):
+        assert "can't be reset after an exception inside its forward or backward" in message
+
+
+def left_outside(rank: int, _ranks: int) -> list[Any]:
+    model, wanted = sharded(), net()
+    window, plain = window_over(model, on_stale_gradients="clear"), adamw(wanted)
+    with model.no_sync():
+        loss(model, batches(50, 1)[0]).loss_sum.backward()
+    with pytest.raises(StaleGradientsError) as caught:
+        window.run(batches(10 * rank, 2), loss)
+    window.run(batches(10 * rank, 2), loss)
+    big_batch(wanted, plain, [*batches(0, 2), *batches(10, 2)])
+    return [str(caught.value), distance(model, wanted)]
+
+
+def test_gradients_held_back_outside_the_window_are_refused() -> None:
+    for message, error in run_ranks(left_outside, 2):
+        assert "3 flat parameters hold whole gradients" in message
+        assert error < 1e-14
+
+
+def part_skipped(rank: int, _ranks: int) -> str:
+    """The last micro-batch goes past a part that the one before it used."""
+    model = sharded()
+    net, window, turns = model.module, window_over(model), iter(range(4))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(net.first(x))
+        logits: torch.Tensor = net.last(net.norm(hidden)) if next(turns) == 0 else net.norm(hidden)[:, :4]
+        return logits
+
+    with mock.patch.object(net, "forward", forward), pytest.raises(PoisonedWindowError) as caught:
+        window.run(batches(10 * rank, 2), loss)
+    return str(caught.value)
+
+
+def test_gradients_that_the_last_backward_does_not_reach_are_not_lost_silently() -> None:
+    for message in run_ranks(part_skipped, 2):
+        assert "_saved_grad_shard" in message  # torch's own words
+
+
+def refusals(_rank: int, _ranks: int) -> list[str]:
+    told: list[str] = []
+
+    def refused(make: Callable[[], Any]) -> None:
+        with pytest.raises(UnsupportedError) as caught:
+            make()
+        told.append(str(caught.value))
+
+    refused(lambda: window_over(sharded(use_orig_params=True)))
+    refused(lambda: window_over(sharded("NO_SHARD")))
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    refused(lambda: window_over(sharded(mixed_precision=low)))
+    window_over(sharded(mixed_precision=low), reduce="per_micro_batch")
+    refused(lambda: window_over(sharded(), reduce="after_agreement"))
+    hooked = sharded()
+    hooked.register_comm_hook(None, lambda *_: None)
+    refused(lambda: window_over(hooked))
+    extra = nn.Linear(2, 2)
+    model = sharded()
+    both = torch.optim.SGD([*model.parameters(), *extra.parameters()], lr=0.1)
+    refused(lambda: UpdateWindow(model, both, OBJECTIVE))
+    return told
+
+
+def test_what_cannot_be_run_exactly_is_refused() -> None:
+    for told in run_ranks(refusals, 2):
+        originals, strategy, precision, mode, hook, outside = told
+        assert "use_orig_params=False" in originals
+        assert "strategies NO_SHARD" in strategy
+        assert "adds held-back gradients up in torch.bfloat16" in precision
+        assert "is a mode of DistributedDataParallel" in mode
+        assert "communication hook" in hook
+        assert "2 of the optimizer's 5 parameters are not sharded" in outside
+
+
+def broken(rank: int, ranks: int, slip: str) -> float:
+    model, wanted = sharded(), net()
+    window, plain = window_over(model), adamw(wanted)
+    engine: Any = window._parts.ranks
+    if slip == "norm of one rank":
+        engine.gradient_norm = lambda gradients: 0.5 * torch.stack([g.norm() for g in gradients]).norm()
+    if slip == "divisor":
+        engine.divisor = 1.0
+    shares = [batches(10 * one, 2) for one in range(ranks)]
+    record = window.run(shares[rank], loss)
+    norm = big_batch(wanted, plain, [batch for share in shares for batch in share])
+    return max(distance(model, wanted), abs(record.gradient_norm - norm))
+
+
+@pytest.mark.parametrize("slip", ["norm of one rank", "divisor"])
+def test_each_of_these_slips_shows(slip: str) -> None:
+    outcomes = run_ranks(broken, 2, slip, expect="outcomes")
+    assert all(outcome[0] == "error" or outcome[1] > 1e-6 for outcome in outcomes), outcomes

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from wholebatch.errors import UsageError, WindowUsageError
@@ -45,6 +46,8 @@ class Average:
         # Only those that train: AveragedModel copies the whole module that it is given.
         self._live = nn.ParameterList(trained.values())
         follow = get_ema_multi_avg_fn(decay_per_update)  # type: ignore[no-untyped-call]
+        if len({getattr(p, "device_mesh", None) for p in trained.values()}) > 1:
+            follow = _one_by_one(follow)  # torch takes together only what lies over the same ranks
         self._averaged = AveragedModel(self._live, multi_avg_fn=follow)
         self._averaged.requires_grad_(False)
         self._averaged.update_parameters(self._live)  # the first call copies: e_0 = p_0
@@ -124,7 +127,7 @@ class Average:
             )
         with torch.no_grad():
             for name, average in pairs.items():
-                average.copy_(saved[name])
+                average.copy_(_cut_as(saved[name], average))
         self._updates_applied = state["updates_applied"]
 
     def _copies(self) -> list[Tensor]:
@@ -136,6 +139,22 @@ class Average:
             kept = live.clone()
             live.copy_(average)
             average.copy_(kept)
+
+
+def _one_by_one(follow: Callable[..., None]) -> Callable[..., None]:
+    def each(averages: Sequence[Tensor], lives: Sequence[Tensor], number: Any) -> None:
+        for average, live in zip(averages, lives, strict=True):
+            follow([average], [live], number)
+
+    return each
+
+
+def _cut_as(value: Tensor, other: Tensor) -> Tensor:
+    """A whole tensor in parts over the ranks where ``other`` is."""
+    if isinstance(other, DTensor) and not isinstance(value, DTensor):
+        mesh, placements = other.device_mesh, other.placements
+        return distribute_tensor(value.to(other.device), mesh, placements, src_data_rank=None)
+    return value
 
 
 def make_average(module: nn.Module, settings: AverageConfig) -> Average | None:

@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from wholebatch.loading.reading import collated, micro_batch, read_samples
 from wholebatch.objective import LossSum
@@ -19,6 +19,7 @@ from wholebatch.replay import RandomState
 from wholebatch.result import losses_by_term, whole
 from wholebatch.train.cutting import cut_by_tokens
 from wholebatch.train.material import Batch, Samples
+from wholebatch.train.parallel import reshard
 from wholebatch.train.parts import Job
 
 # Samples whose lengths are looked at together, where tokens bound a micro-batch.
@@ -64,7 +65,7 @@ def evaluate(
 ) -> tuple[float | None, int | float] | None:
     """``sum_k c_k * L_k / N_k`` over the terms of the objective and all samples of a split.
 
-    Each rank takes every D-th of the samples, in order of length where that is known, so that little is
+    Each replica takes every D-th of the samples, in order of length where that is known, so that little is
     padded and no sample is seen twice.
 
     Returns:
@@ -75,7 +76,10 @@ def evaluate(
     """
     coefficients = job.data.objective.coefficients
     # A rank that fails alone would leave the others waiting for its sums.
-    left, sums = job.world.all_or_none(lambda: _sums_of_this_rank(job, samples, leave))
+    if job.forwards_together:
+        left, sums = _sums_together(job, samples, leave)
+    else:
+        left, sums = job.world.all_or_none(lambda: _sums_of_this_rank(job, samples, leave))
     some_left, *totals = job.world.total([float(left), *sums])
     if some_left:
         return None
@@ -86,20 +90,55 @@ def evaluate(
 
 def _sums_of_this_rank(job: Job, samples: Samples, leave: Callable[[], bool]) -> tuple[bool, list[float]]:
     """Whether it was left, and ``L_k`` and then ``N_k`` of every term over this rank's samples."""
-    lengths = _lengths(job, samples)
-    order = range(len(samples)) if lengths is None else sorted(range(len(samples)), key=lengths.__getitem__)
-    mine = list(order)[job.world.rank :: job.world.ranks]
     module = job.model.module
-    terms = len(job.data.objective.coefficients)
-    sums = torch.zeros(2, terms, dtype=torch.float64, device=job.world.device)
+    sums = _no_sums(job)
     with _aside(module), torch.no_grad():
-        for batch in _micro_batches(job, samples, mine):
+        for batch in _micro_batches(job, samples, _of_this_rank(job, samples)):
             if leave():
                 return True, sums.flatten().tolist()
-            for term, (loss_sum, items) in enumerate(_in_order(job, job.loss(module, batch))):
-                sums[0, term] += loss_sum.reshape(())
-                sums[1, term] += items
+            _add(job, sums, batch)
     return False, sums.flatten().tolist()
+
+
+def _sums_together(job: Job, samples: Samples, leave: Callable[[], bool]) -> tuple[bool, list[float]]:
+    """The same where every forward is a meeting of the ranks: each runs as many as the others.
+
+    A rank that has no more runs the first sample again, for nothing. Micro-batches are read and left by
+    all or none, so that no rank waits in a forward that another does not come to.
+    """
+    world, sums = job.world, _no_sums(job)
+    seed = job.config.run.seed
+    mine = iter(_micro_batches(job, samples, _of_this_rank(job, samples)))
+    spare = world.all_or_none(lambda: micro_batch(samples, job.data.collate, [0], epoch=0, seed=seed))
+    with _aside(job.model.module), torch.no_grad():
+        while True:
+            batch = world.all_or_none(lambda: next(mine, None))
+            some_left, some_have = world.total([float(leave()), float(batch is not None)])
+            if some_left or not some_have:
+                break
+            counted = batch is not None and job.speaks
+            _add(job, sums if counted else torch.zeros_like(sums), spare if batch is None else batch)
+    reshard(job.model.module)
+    return bool(some_left), sums.flatten().tolist()
+
+
+def _of_this_rank(job: Job, samples: Samples) -> list[int]:
+    """Ids of every D-th sample, in order of length where that is known."""
+    lengths = _lengths(job, samples)
+    order = range(len(samples)) if lengths is None else sorted(range(len(samples)), key=lengths.__getitem__)
+    return list(order)[job.replica :: job.plan.replicas]
+
+
+def _no_sums(job: Job) -> Tensor:
+    terms = len(job.data.objective.coefficients)
+    return torch.zeros(2, terms, dtype=torch.float64, device=job.world.device)
+
+
+def _add(job: Job, sums: Tensor, batch: Batch) -> None:
+    """Run a micro-batch and add its sums and items, by term."""
+    for term, (loss_sum, items) in enumerate(_in_order(job, job.loss(job.model.module, batch))):
+        sums[0, term] += loss_sum.reshape(())
+        sums[1, term] += items
 
 
 def _lengths(job: Job, samples: Samples) -> NDArray[np.int64] | None:

@@ -17,6 +17,7 @@ from wholebatch.train.parts import Job
 from wholebatch.train.proof import proof_facts
 from wholebatch.train.resuming import launch
 from wholebatch.verify.verification import Verification
+from wholebatch.window import UpdateWindow
 
 
 def describe(job: Job) -> str:
@@ -65,6 +66,15 @@ def precision(job: Job) -> str:
     settings = job.config.precision
     forward = f", forward in {settings.autocast} autocast" if settings.autocast != "off" else ""
     return f"{settings.parameters}{forward}"
+
+
+def price(job: Job, window: UpdateWindow) -> str:
+    """A line of what an update costs each rank beyond the work itself; empty for one rank."""
+    if job.world.ranks == 1:
+        return ""
+    micro_batches = job.plan.micro_batches_per_window
+    of = "" if micro_batches else " (with one micro-batch)"
+    return f"\nEach rank: {window.traffic(micro_batches or 1)}{of}."
 
 
 def layout(job: Job) -> dict[str, int]:

@@ -29,6 +29,7 @@ from wholebatch.train.advice import how_to_resume
 from wholebatch.train.display import Display
 from wholebatch.train.hyperparameters import refuse_other_state
 from wholebatch.train.models.export import export_model
+from wholebatch.train.parallel import reshard, whole_state
 from wholebatch.train.parts import Job
 from wholebatch.train.proof import proof_words, prove_first_batch
 from wholebatch.train.resuming import (
@@ -122,7 +123,7 @@ def _run(job: Job, display: Display, begun: _Begun, stop: Stop) -> JobResult:
         _say(job, display, begun.words)
         exit_code = DONE if _train(training, stop, display, folder) else _code_of(stop, job)
         if exit_code in (DONE, INTERRUPTED):  # whoever sends another signal does not wait
-            job.world.on_leader(lambda: _export(training, folder))
+            _export(training, folder)
             which = "trained model" if exit_code == DONE else "model as it is now"
             _say(job, display, f"The {which} is in {folder / MODEL_FOLDER}")
         if exit_code != DONE:
@@ -166,7 +167,8 @@ def _begin_new(job: Job, display: Display, command: Sequence[str], held: ExitSta
     saved = job.config.checkpoints.every_updates > 0
     training = Training(job, _checkpoints(job, folder) if saved else None, display)
     training.log = _log_of_the_leader(job, lambda: RunLog(folder, facts.header(job, proof, command)))
-    return _Begun(folder=folder, training=training, words=f"Records go to {folder}")
+    words = f"Records go to {folder}{facts.price(job, training.window)}"
+    return _Begun(folder=folder, training=training, words=words)
 
 
 def _resume(job: Job, display: Display, command: Sequence[str], earlier: Earlier) -> _Begun:
@@ -180,7 +182,8 @@ def _resume(job: Job, display: Display, command: Sequence[str], earlier: Earlier
     updates, samples = (found.updates_attempted, found.samples) if found else (0, 0)
     told = facts.resumption(job, earlier.settings, command, updates_attempted=updates, samples=samples)
     training.log = _log_of_the_leader(job, lambda: RunLog.resume(folder, told))
-    words = f"Resumed {folder} after {number_of(updates, 'update')}, {samples:,} samples."
+    price = facts.price(job, training.window)
+    words = f"Resumed {folder} after {number_of(updates, 'update')}, {samples:,} samples.{price}"
     if told.changed_settings:
         words += f"\nChanged: {changes_words(told.changed_settings)}"
     return _Begun(folder=folder, training=training, words=words)
@@ -284,10 +287,15 @@ def _log_closed(training: Training) -> Iterator[None]:
 
 
 def _export(training: Training, folder: Path) -> None:
-    """Write the trained model, and its average beside it, where others can load them."""
-    job = training.job
-    tokenizer = None if job.config.data.tokenizer == "bytes" else job.config.data.tokenizer
-    export_model(job.model, folder / MODEL_FOLDER, tokenizer=tokenizer)
+    """Write the trained model, and its average beside it, where others can load them; on every rank."""
+    _export_one(training.job, folder / MODEL_FOLDER)
     if training.average is not None:
         with training.average.swapped_in():
-            export_model(job.model, folder / f"{MODEL_FOLDER}-average", tokenizer=tokenizer)
+            _export_one(training.job, folder / f"{MODEL_FOLDER}-average")
+
+
+def _export_one(job: Job, folder: Path) -> None:
+    tokenizer = None if job.config.data.tokenizer == "bytes" else job.config.data.tokenizer
+    reshard(job.model.module)
+    state = whole_state(job.model.module, job.world)
+    job.world.on_leader(lambda: export_model(job.model, folder, tokenizer=tokenizer, state=state))

@@ -236,6 +236,8 @@ def _fuses(kind: type[Any], parameters: Sequence[Tensor]) -> bool:
     """Whether torch's own class has a fused kernel that works for all of these parameters."""
     if vars(torch.optim).get(kind.__name__) is not kind or "fused" not in _known(kind):
         return False
+    if len({getattr(parameter, "device_mesh", None) for parameter in parameters}) > 1:
+        return False  # one kernel takes no parameters that lie over different ranks
     kinds = {(parameter.dtype, parameter.device.type) for parameter in parameters}
     return all(_fused_moves(kind, dtype, device_type) for dtype, device_type in kinds)
 

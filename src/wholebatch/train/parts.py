@@ -24,6 +24,7 @@ from wholebatch.train.data.store import TokenSamples, content_digest
 from wholebatch.train.material import Batch, JobData, JobModel, on_device
 from wholebatch.train.models.choose import build_model, check_model_settings
 from wholebatch.train.optimize import check_optimizer, make_optimizer, parameter_groups
+from wholebatch.train.parallel import check_parallel, is_cut, parallel_model
 from wholebatch.train.precision import autocast, check_precision, make_scaler
 from wholebatch.train.schedule import check_schedule, make_schedule
 from wholebatch.train.settings import BatchConfig, TrainConfig
@@ -54,6 +55,21 @@ class Job:
         return self.data.objective(output, batch)
 
     @property
+    def replica(self) -> int:
+        """The replica that this rank belongs to; the ranks of one are neighbours."""
+        return self.world.rank // self.plan.layout.ranks_per_replica
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's sums are those of its replica, which its other ranks compute too."""
+        return self.world.rank % self.plan.layout.ranks_per_replica == 0
+
+    @property
+    def forwards_together(self) -> bool:
+        """Whether a forward is a meeting of ranks, so that each must run as many as the others."""
+        return is_cut(self.config.parallel, self.world.ranks)
+
+    @property
     def samples_of_run(self) -> int | None:
         """Samples that all updates of the run consume; None where the global batch is given in items."""
         if isinstance(self.order, ItemOrder):
@@ -69,7 +85,8 @@ def check_settings(config: TrainConfig, ranks: int) -> AnyPlan:
         PlanError: the global batch does not divide over micro-batches and ranks.
         UsageError: settings that contradict each other, or name something that there is not.
     """
-    plan = _plan(config.batch, ranks)
+    check_parallel(config, ranks)
+    plan = _plan(config, ranks)
     check_precision(config.precision)
     check_schedule(config)
     check_optimizer(config.optimizer)
@@ -77,7 +94,8 @@ def check_settings(config: TrainConfig, ranks: int) -> AnyPlan:
     return plan
 
 
-def _plan(batch: BatchConfig, ranks: int) -> AnyPlan:
+def _plan(config: TrainConfig, ranks: int) -> AnyPlan:
+    batch, tensor_parallel = config.batch, config.parallel.tensor_parallel
     if batch.tokens_per_micro_batch:
         _check_budget(batch)
         return plan_token_budget(
@@ -85,6 +103,7 @@ def _plan(batch: BatchConfig, ranks: int) -> AnyPlan:
             global_batch_samples=batch.global_batch_samples or None,
             global_batch_items=batch.global_batch_items or None,
             ranks=ranks,
+            tensor_parallel=tensor_parallel,
             rows=batch.rows,
             tail=batch.tail,
             too_long="alone" if batch.tokens_alone else "refuse",
@@ -108,6 +127,7 @@ def _plan(batch: BatchConfig, ranks: int) -> AnyPlan:
         global_batch_samples=batch.global_batch_samples,
         micro_batch_samples=batch.micro_batch_samples,
         ranks=ranks,
+        tensor_parallel=tensor_parallel,
         tail=batch.tail,
     )
 
@@ -162,17 +182,19 @@ def build_job(config: TrainConfig, world: World, plan: AnyPlan) -> Job:
     # Models and data of a user's own may draw from any generator, and a checkpoint holds them all.
     seed_all(config.run.seed)
     model = build_model(config, data=data, device=world.device)
-    # One seed gives every rank the same parameters; dropout must differ between ranks.
-    seed_all(config.run.seed + 1 + world.rank)
+    # One seed gives every rank the same parameters; dropout must differ between replicas.
+    seed_all(config.run.seed + 1 + world.rank // plan.layout.ranks_per_replica)
     return Job(config=config, world=world, data=data, plan=plan, order=order, model=model)
 
 
 def make_window(job: Job) -> UpdateWindow:
     """The window over the job's model, with its optimizer, clipping, schedule and loss scaler."""
     config = job.config
+    # Before the optimizer, which must have the parameters as the ranks then hold them.
+    model = parallel_model(job.model.module, config, job.world)
     optimizer = make_optimizer(parameter_groups(job.model.module, config.optimizer), config.optimizer)
     return UpdateWindow(
-        job.world.parallel(job.model.module),
+        model,
         optimizer,
         job.data.objective,
         plan=job.plan,
@@ -184,6 +206,7 @@ def make_window(job: Job) -> UpdateWindow:
             **_per_update(job),
         ),
         scaler=make_scaler(config.precision, job.world.device),
+        reduce=config.parallel.reduce if job.world.ranks > 1 else "per_update",
     )
 
 

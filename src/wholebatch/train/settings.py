@@ -78,6 +78,31 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How the ranks that torchrun starts share the model; one rank needs none of it.
+
+    Args:
+        strategy: "ddp" keeps the whole model on every rank; "fsdp" cuts parameters, gradients and optimizer
+            state over all replicas; "hsdp" cuts them over groups of ranks, and the groups are copies.
+            "deepspeed" and "pipeline" train in loops of your own.
+        shards: ranks that hold the model between them, for "hsdp".
+        reduce: when gradients are combined over replicas: "per_update" in the last backward (whole
+            gradients are held until then); "per_micro_batch" in each, for "fsdp" and "hsdp" (more traffic,
+            and less held); "after_agreement" after all of them, for "ddp".
+        tensor_parallel: ranks that share each matrix of the built-in GPT; they share one replica.
+        pipeline_parallel: stages that the layers are cut into; for loops of your own.
+        context_parallel: ranks that share each sequence; for loops of your own.
+    """
+
+    strategy: Literal["ddp", "fsdp", "hsdp", "deepspeed", "pipeline"] = "ddp"
+    shards: int = 0
+    reduce: Literal["per_update", "per_micro_batch", "after_agreement"] = "per_update"
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """The samples.
 
@@ -290,6 +315,7 @@ class TrainConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -143,7 +143,7 @@ class Training:
             self.job.data,
             self.job.order,
             self.job.plan,
-            replica=self.job.world.rank,
+            replica=self.job.replica,
             start_samples=self.window.counters.position,
             workers=self.job.config.data.workers,
             seed=self.job.config.run.seed,
@@ -156,7 +156,8 @@ class Training:
             # Drawn inside the update, so that a sample that can't be read rolls it back on every rank.
             with self.window.update(_NextWindow(micro_batches)) as update:
                 for batch in update:
-                    if self._stop.in_a_hurry:
+                    # Where forwards are meetings, a rank that left one would leave the others waiting.
+                    if self._stop.in_a_hurry and not self.job.forwards_together:
                         raise _LeftError
                     update.backward(self.job.loss(self.window.model, batch))
         except Exception as error:

@@ -19,7 +19,13 @@ from wholebatch.train.models.gpt import GPT
 from wholebatch.train.models.huggingface import TOKENIZER_FILES, is_transformers_model, quiet
 
 
-def export_model(job_model: JobModel, folder: str | Path, *, tokenizer: str | Path | None = None) -> Path:
+def export_model(
+    job_model: JobModel,
+    folder: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    state: dict[str, Any] | None = None,
+) -> Path:
     """Write what was trained into a folder; whole or not at all.
 
     A model of transformers is written as it loads there: ``config.json`` and safetensors. With adapters
@@ -31,6 +37,7 @@ def export_model(job_model: JobModel, folder: str | Path, *, tokenizer: str | Pa
         job_model: the model, not wrapped.
         folder: where it goes; an earlier export there is replaced.
         tokenizer: local folder whose tokenizer is copied beside it; ``None`` for none.
+        state: the whole state dict of a model that the ranks hold in parts; ``None`` for its own.
 
     Returns:
         The folder.
@@ -45,7 +52,7 @@ def export_model(job_model: JobModel, folder: str | Path, *, tokenizer: str | Pa
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        _write(job_model, part)
+        _write(job_model, part, state)
         for name in TOKENIZER_FILES if tokenizer is not None else ():
             if (Path(tokenizer or "") / name).is_file():
                 shutil.copyfile(Path(tokenizer or "") / name, part / name)
@@ -59,16 +66,18 @@ def export_model(job_model: JobModel, folder: str | Path, *, tokenizer: str | Pa
     return folder
 
 
-def _write(job_model: JobModel, part: Path) -> None:
+def _write(job_model: JobModel, part: Path, state: dict[str, Any] | None) -> None:
     module: Any = job_model.module
     adapted = "lora" in job_model.facts
     base: Any = module.get_base_model() if adapted else module
     if is_transformers_model(base):
         with quiet(sys.modules["transformers"]):
             # peft would ask a server about the base's embedding unless told not to save it.
-            module.save_pretrained(part, **({"save_embedding_layers": False} if adapted else {}))
+            given: dict[str, Any] = {} if state is None else {"state_dict": state}
+            module.save_pretrained(part, **given, **({"save_embedding_layers": False} if adapted else {}))
         return
-    torch.save(_merged(base) if adapted else _on_host(base), part / "model.pt")
+    whole = _on_host(base) if state is None else state
+    torch.save(_merged(base) if adapted else whole, part / "model.pt")
     if isinstance(base, GPT):
         sizes = json.dumps(dataclasses.asdict(base.shape), indent=2)
         (part / "shape.json").write_text(sizes + "\n", encoding="utf-8")

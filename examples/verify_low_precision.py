@@ -2,7 +2,7 @@
 
 A bfloat16 parameter has a bfloat16 gradient, and 512 micro-batches are added into it one by one: soon
 each is smaller than the last digit of the sum. The whole batch is added up in float32 inside one matrix
-product. Float32 parameters under autocast would be right.
+product. The window adds up in float32 by itself, unless it is told not to, as here.
 
     wholebatch verify examples/verify_low_precision.py:problem
 """
@@ -28,7 +28,13 @@ def problem() -> dict[str, Any]:
     torch.manual_seed(0)
     batch = {"features": torch.randn(512, 16, dtype=torch.bfloat16), "targets": torch.randn(512)}
     model = nn.Linear(16, 1, dtype=torch.bfloat16)
-    return {"model": model, "loss_fn": loss_fn, "batch": batch, "splits": [[1] * 512, [256, 256]]}
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "batch": batch,
+        "splits": [[1] * 512, [256, 256]],
+        "accumulate_in": torch.bfloat16,
+    }
 
 
 if __name__ == "__main__":

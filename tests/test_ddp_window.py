@@ -500,7 +500,8 @@ def test_ranks_with_different_settings_are_told() -> None:
         assert found.pop("same") == ("nothing", "")
         for kind, message in found.values():
             assert kind == "WindowUsageError"
-            assert "the ranks do not have the same settings: rank 1 not as rank 0; this one has terms {'loss': 1.0}" in message
+            assert "the ranks do not have the same settings: rank 1 not as rank 0; this one has" in message
+            assert "terms {'loss': 1.0}" in message
 
 
 def run_divisors(rank: int, n: int) -> list[Caught]:

@@ -372,7 +372,10 @@ def test_many_small_gradients_added_up_in_bfloat16(dtype: torch.dtype, num_micro
     torch.manual_seed(0)
     model, batch = nn.Linear(16, 1).to(dtype), (torch.randn(512, 16), torch.randn(512))
     sizes = [512 // num_micro_batches] * num_micro_batches
-    found = verify_window(model, squares, batch, splits=[sizes])
+    default = verify_window(model, squares, batch, splits=[sizes])
+    assert (default.equal, default.cause) == (True, None), "the window adds up in float32"
+    narrow = torch.bfloat16 if dtype == torch.bfloat16 else None
+    found = verify_window(model, squares, batch, splits=[sizes], accumulate_in=narrow)
     assert found.splits[0].equal
     assert found.rounding is not None
     lost = dtype == torch.bfloat16 and num_micro_batches == 512

@@ -35,6 +35,7 @@ _NEEDED = ("model", "loss_fn", "batch")
 _OPTIONAL = (
     "make_optimizer",
     "clip_grad_norm",
+    "accumulate_in",
     "coefficients",
     "objective",
     "collate",

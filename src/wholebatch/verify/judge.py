@@ -78,6 +78,7 @@ def verify_window(
     ranks: int | None = None,
     make_optimizer: MakeOptimizer | None = None,
     clip_grad_norm: float | None = None,
+    accumulate_in: torch.dtype | None = None,
     coefficients: Mapping[str, float] | None = None,
     objective: Any = None,
     collate: Callable[[list[Any]], Any] | None = None,
@@ -97,6 +98,7 @@ def verify_window(
         ranks: number of ranks that you expect to be running; ``None`` for as many as there are.
         make_optimizer: makes the optimizer from a list of parameters; SGD with momentum by default.
         clip_grad_norm: largest global norm of the gradient.
+        accumulate_in: what gradients of half-precision parameters are added up in, as in ``UpdateWindow``.
         coefficients: ``c_k`` by term, 1 by default.
         objective: objective that counts items ahead of the forward, as the window would be given it.
         collate: makes a batch from a list of samples; called on each micro-batch's samples.
@@ -130,6 +132,7 @@ def verify_window(
             collated=collate is not None,
             make_optimizer=kept_running(make_optimizer or sgd_with_momentum),
             clip_grad_norm=clip_grad_norm,
+            accumulate_in=accumulate_in,
             coefficients=coefficients if objective is None else objective.coefficients,
             objective=objective,
             seed=seed,

@@ -55,6 +55,7 @@ class Problem:
         cut: sizes in samples to micro-batches.
         make_optimizer: from the list of trainable parameters.
         clip_grad_norm: or ``None``.
+        accumulate_in: of the window, for half-precision parameters.
         coefficients: ``c_k`` by term, or ``None`` for 1.
         objective: counts items ahead, or ``None``.
         collated: whether the user's collate made ``whole`` and makes each micro-batch, in a class of its
@@ -72,6 +73,7 @@ class Problem:
     cut: Callable[[Sequence[int]], list[Any]]
     make_optimizer: MakeOptimizer
     clip_grad_norm: float | None = None
+    accumulate_in: torch.dtype | None = None
     coefficients: Mapping[str, float] | None = None
     objective: Any = None
     collated: bool = False
@@ -319,6 +321,7 @@ def run_window(
             _window_objective(problem, mine, num_items[rank::ranks], samples, count_ahead=count_ahead),
             count_samples=lambda batch: samples[id(batch)],
             clip_grad_norm=problem.clip_grad_norm if clipped else None,
+            accumulate_in=problem.accumulate_in,
         )
         record = window.run(mine, _recording(problem.loss_fn, states))
         hook.remove()

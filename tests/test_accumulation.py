@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from wholebatch.accumulation import HELD_BACK_FSDP2, WideGradients, too_narrow
 from wholebatch.errors import WindowUsageError
+from wholebatch.objective import sample_loss
+from wholebatch.window import UpdateWindow
 
 Batch = tuple[Tensor, Tensor]
 
@@ -192,3 +194,36 @@ def test_an_engine_that_adds_up_in_too_few_digits_is_told_what_to_build() -> Non
     assert "would be added up in bfloat16" in said
     assert "reduce_dtype=torch.float32" in said
     assert said.endswith("give the window accumulate_in=torch.bfloat16")
+
+
+def test_stale_gradients_are_included_in_the_wide_sum() -> None:
+    model = network()
+    unused = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    model.register_parameter("unused", unused)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    given: list[Tensor] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: given.extend(p.grad for p in model.parameters()))
+    objective = sample_loss(lambda loss, _: loss)
+    window = UpdateWindow(model, optimizer, objective, on_stale_gradients="include")
+    batches = regression(6)
+    record = window.run(batches, lambda model, batch: (squares(model, batch), len(batch[1])))
+    assert record.outcome == "applied"
+    for one, alone in zip(given, [torch.zeros(2), *gradients(network(), batches)], strict=True):
+        assert one.dtype == torch.bfloat16
+        torch.testing.assert_close(one.float(), alone.float() + 1.0, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.parametrize("provisional", [2.0, 1.0])
+def test_a_sum_beyond_float16_is_skipped_and_not_rounded_to_infinity(provisional: float) -> None:
+    """Finite in float32, also where only the correction of a provisional denominator makes it too large."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float16)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    window = UpdateWindow(model, optimizer, accumulate_in=torch.float32)
+    window.load_state_dict(window.state_dict() | {"provisional_items": provisional})
+    batches = [torch.full((1, 1), 40000.0, dtype=torch.float16)] * 2
+    record = window.run(batches, lambda model, batch: (model(batch).float().sum(), 0.5))
+    assert (record.outcome, record.gradient_norm) == ("skipped_nonfinite", pytest.approx(80000.0))
+    assert torch.equal(model.weight, before)

@@ -111,7 +111,8 @@ class Snapshot:
         """Add the gradients that were there at the start, where they belong to the update."""
         if self.includes_stale:
             for parameter, stale in self._set_aside:
-                parameter.grad = stale if parameter.grad is None else parameter.grad + stale
+                found = stale if parameter.grad is None else parameter.grad + stale
+                parameter.grad = found.to(parameter.grad_dtype or found.dtype)  # which may be kept wide
 
     def rewind(self) -> None:
         """Put buffers and random state back and keep watching, to run the same forwards again."""

@@ -620,7 +620,7 @@ class Update:
         outcome: Outcome = "applied"
         if not any(items):
             outcome, reason = "skipped_empty", total.why_empty()
-        elif result.nonfinite:
+        elif result.nonfinite or not finish.can_be_stepped(norm):  # the correction may make it too large
             outcome, reason = "skipped_nonfinite", result.why_nonfinite()
             if window.on_nonfinite == "raise":
                 self._irrevocable = False  # every rank raises this

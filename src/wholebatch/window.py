@@ -127,6 +127,7 @@ class UpdateWindow:
             reduction_divisor=reduction_divisor,
             context_parallel=context_parallel,
         )
+        ranks.check_optimizers(_several(optimizer))
         finish = finish_for(
             ranks,
             optimizers=_several(optimizer),

@@ -120,6 +120,17 @@ def _deepspeed(model: Any, asked: Asked) -> Ranks:
     return DeepSpeedRanks(model, reduce=asked.reduce)
 
 
+def _megatron(model: Any, asked: Asked) -> Ranks:
+    from wholebatch.ranks.megatron import MegatronRanks
+
+    if asked.context_parallel is not None:
+        raise UnsupportedError(
+            "context_parallel is what megatron.core.parallel_state says of a model under Megatron-Core; "
+            "leave it out"
+        )
+    return MegatronRanks(model, reduce=asked.reduce, group=asked.all_ranks())
+
+
 def _pipeline(model: Any, asked: Asked) -> Ranks:
     from wholebatch.ranks.pipeline import PipelineRanks
 
@@ -156,14 +167,20 @@ _BY_CLASS: dict[str, _Make] = {
     "FullyShardedDataParallel": _fsdp1,
     "DeepSpeedEngine": _deepspeed,
     "PipelinedModel": _pipeline,
+    "megatron.DistributedDataParallel": _megatron,
 }
 _KNOWN = (
     "a plain module on one rank, and on several torch.nn.parallel.DistributedDataParallel, fully_shard, "
-    "FullyShardedDataParallel, DeepSpeed, a PipelinedModel, or DTensors over a mesh of tensor-parallel "
-    "ranks"
+    "FullyShardedDataParallel, DeepSpeed, Megatron-Core's DistributedDataParallel, a PipelinedModel, or "
+    "DTensors over a mesh of tensor-parallel ranks"
 )
 # Known by name, and refused.
-_FOREIGN = {"DataParallel", "PipelineEngine"}
+_FOREIGN = {
+    "DataParallel",
+    "PipelineEngine",
+    "megatron.FullyShardedDataParallel",
+    "megatron.TorchFullyShardedDataParallel",
+}
 # Engines that wrap parts of a model as well as all of it.
 _NESTING = {"FSDPModule", "FullyShardedDataParallel"}
 
@@ -216,4 +233,10 @@ def _refuse_nested(model: nn.Module, engine: str) -> None:
 
 
 def _class_names(module: nn.Module) -> set[str]:
-    return {base.__name__ for base in type(module).__mro__}
+    return {_known_as(base) for base in type(module).__mro__}
+
+
+def _known_as(kind: type) -> str:
+    """The name of a class; Megatron's wrappers are named as torch's are, and work otherwise."""
+    megatron = kind.__module__.split(".")[0] == "megatron"
+    return f"megatron.{kind.__name__}" if megatron else kind.__name__

@@ -176,6 +176,9 @@ class Ranks(ABC):
     def total(self, vector: Sequence[float]) -> PendingTotal:
         """Begin to add ``vector`` up over all ranks of the job, in float64 on the host."""
 
+    def check_optimizers(self, optimizers: Sequence[Any]) -> None:  # noqa: B027 - most take any
+        """Refuse optimizers that don't step on what the engine leaves in ``.grad``."""
+
     @abstractmethod
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse parameters of the optimizer whose gradients the engine would not reduce."""

@@ -8,7 +8,7 @@ and one reduction adds up over all.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,29 @@ def norm_over_ranks(
     Exactness: rounding of the sums in float32, or the gradients' own dtype where wider. Overflows where
     the squares do; :func:`careful_norm_over_ranks` does not.
     """
+    return norm_of_parts(_weighed(gradients, holders), group=group, device=device)
+
+
+@torch.no_grad()
+def norm_of_parts(
+    parts: Mapping[float, Sequence[Tensor]], *, group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
+    """``sqrt(sum over ranks of sum_w w * |parts_w|^2)``.
+
+    Args:
+        parts: what lies on this rank, by what its squares count for: 1 over the number of ranks that hold
+            the same.
+        group: the ranks over which the gradient is spread or copied; each calls this.
+        device: of the gradients.
+
+    Returns:
+        0-dimensional tensor, the same on every rank; nothing is read by the host.
+
+    Exactness: as :func:`norm_over_ranks`.
+    """
     square = torch.zeros((), dtype=torch.float64, device=device)
-    for shards, parts in _by_shards(gradients).items():
-        square += total_norm(parts).to(torch.float64) ** 2 * (shards / holders)
+    for weight, held in parts.items():
+        square += total_norm(held).to(torch.float64) ** 2 * weight
     dist.all_reduce(square, group=group)
     return square.sqrt()
 
@@ -54,12 +74,23 @@ def careful_norm_over_ranks(
 
     Exactness: rounding of one sum in float64.
     """
-    wide = {
-        shards: [part.to(torch.float64) for part in parts]
-        for shards, parts in _by_shards(gradients).items()
-    }
+    return careful_norm_of_parts(_weighed(gradients, holders), group=group, device=device)
+
+
+@torch.no_grad()
+def careful_norm_of_parts(
+    parts: Mapping[float, Sequence[Tensor]], *, group: dist.ProcessGroup, device: torch.device
+) -> float:
+    """The same of parts by what their squares count for, as in :func:`norm_of_parts`.
+
+    Returns:
+        A number; infinite or NaN only where some gradient is. Reads the device.
+
+    Exactness: rounding of one sum in float64.
+    """
+    wide = {weight: [part.to(torch.float64) for part in held] for weight, held in parts.items()}
     largest = torch.zeros((), dtype=torch.float64, device=device)
-    for part in (part for parts in wide.values() for part in parts if part.numel()):
+    for part in (part for held in wide.values() for part in held if part.numel()):
         # a NaN is taken for infinite: both say that the gradient is not finite
         largest = torch.maximum(largest, part.abs().nan_to_num(nan=math.inf).max())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -67,10 +98,15 @@ def careful_norm_over_ranks(
     if not 0.0 < most < math.inf:
         return most
     square = torch.zeros((), dtype=torch.float64, device=device)
-    for shards, parts in wide.items():
-        square += total_norm([part / most for part in parts]) ** 2 * (shards / holders)
+    for weight, held in wide.items():
+        square += total_norm([part / most for part in held]) ** 2 * weight
     dist.all_reduce(square, group=group)
     return most * math.sqrt(float(square))
+
+
+def _weighed(gradients: Sequence[Tensor], holders: int) -> dict[float, list[Tensor]]:
+    """What lies on this rank of each gradient, by what its squares count for."""
+    return {shards / holders: parts for shards, parts in _by_shards(gradients).items()}
 
 
 def _by_shards(gradients: Sequence[Tensor]) -> dict[int, list[Tensor]]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ranks import run_ranks
@@ -127,6 +128,23 @@ def on_two_ranks(rank: int, ranks: int) -> list[Any]:
         record.reductions,
         few_record.reductions,
     ]
+
+
+def with_a_hook(rank: int, ranks: int) -> str:
+    model = nn.parallel.DistributedDataParallel(net())
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    held = batches(12)[rank::ranks]
+    with pytest.raises(UnsupportedError) as caught:
+        moved(model, held)
+    narrow = nn.parallel.DistributedDataParallel(net())
+    narrow.register_comm_hook(None, default_hooks.allreduce_hook)
+    assert moved(narrow, held, accumulate_in=torch.bfloat16)[1].outcome == "applied"
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_communication_hook_is_not_gone_past_in_silence() -> None:
+    assert all("goes past DDP's communication hook" in told for told in run_ranks(with_a_hook, 2))
 
 
 @pytest.mark.slow

@@ -141,6 +141,12 @@ class DDPRanks(Ranks):
                 "no gradients of another dtype than the parameters'; leave static_graph off, or give the "
                 "window accumulate_in=torch.bfloat16 to add up in the parameters' own dtype"
             )
+        if self._model._comm_hooks and not self._always_after:
+            raise UnsupportedError(
+                "gradients of half-precision parameters are added up in float32 and reduced after "
+                "agreement, which goes past DDP's communication hook; leave the hook off, or give the window "
+                "accumulate_in=torch.bfloat16 to add up in the parameters' own dtype"
+            )
         # The reducer refuses gradients of another dtype than the parameters': reduce after agreement.
         self.reduces_at_the_end, self.divisor = True, 1.0
         wide.begin(parameters)

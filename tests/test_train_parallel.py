@@ -118,3 +118,66 @@ def test_other_ranks_go_on_with_the_same_updates(
         assert largest_difference(alone, one) < 1e-11
     digests = [[r["sample_digest"] for r in told(tmp_path / name)[0]] for name in ("one", "run")]
     assert digests[0] == digests[1]
+
+
+MORE: list[tuple[int, Sections]] = [
+    (2, by_strategy(strategy="fsdp") | {"model": {"activation_checkpointing": True}}),
+    (
+        2,
+        by_strategy(strategy="fsdp")
+        | {"batch": {"micro_batch_samples": 0, "tokens_per_micro_batch": 96, "rows": "packed"}},
+    ),
+    # Ragged: one rank has more micro-batches of held-out samples than the other, and in tails too.
+    (
+        3,
+        by_strategy(strategy="fsdp")
+        | {"data": {"held_out_one_in": 500}, "batch": {"global_batch_samples": 6}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "sections"), MORE)
+def test_other_settings_go_with_it(tmp_path: Path, ranks: int, sections: Sections) -> None:
+    alone = whole(run(tiny(tmp_path / "one", **(sections | by_strategy())))[1])
+    for found, words in run_ranks(train, ranks, str(tmp_path / "several"), sections):
+        assert largest_difference(alone, found) < 1e-11
+        assert "Each rank: " in words
+    one, several = told(tmp_path / "one")[1], told(tmp_path / "several")[1]
+    for here, there in zip(one, several, strict=True):
+        assert here["loss_per_item"] == pytest.approx(there["loss_per_item"], rel=1e-11)
+        assert (here["items"], here["samples"]) == (there["items"], there["samples"])
+    state, other = (
+        torch.load(tmp_path / name / "model" / "model.pt", weights_only=True) for name in ("one", "several")
+    )
+    assert largest_difference(state, other) < 1e-11
+
+
+def train_folder(rank: int, n: int, folder: str, rank_of_adapters: int) -> Any:  # noqa: ARG001
+    """A run of a Hugging Face model, cut where there are several ranks; what was written."""
+    from safetensors.torch import load_file
+
+    from tiny_models import save_folder
+
+    world = World.of_all()
+    world.on_leader(lambda: str(save_folder("llama", Path(folder) / "llama", vocab_size=257)))
+    sections: Sections = {
+        "parallel": {"strategy": "fsdp"},
+        "model": {"source": f"{folder}/llama", "from_scratch": True, "layers": 0, "width": 0, "heads": 0},
+        "lora": {"rank": rank_of_adapters},
+    }
+    job = run(tiny(f"{folder}/run-{n}", **sections), world)[1]
+    layers = [m for m in job.model.module.modules() if type(m).__name__ == "FSDPLlamaDecoderLayer"]
+    (written,) = Path(f"{folder}/run-{n}/model").glob("*.safetensors")
+    return len(layers), load_file(written)
+
+
+@pytest.mark.parametrize("rank_of_adapters", [0, 2])
+def test_a_model_folder_is_cut_by_its_layers_and_written_whole(
+    tmp_path: Path, rank_of_adapters: int
+) -> None:
+    pytest.importorskip("peft")
+    ((layers, alone),) = run_ranks(train_folder, 1, str(tmp_path), rank_of_adapters)
+    assert layers == 0
+    for layers, written in run_ranks(train_folder, 2, str(tmp_path), rank_of_adapters):
+        assert layers > 0
+        assert largest_difference(alone, written) < 1e-11

@@ -143,6 +143,14 @@ def _check_tensor_parallel(config: TrainConfig, ranks: int) -> None:
 
 
 def _check_what_is_cut(config: TrainConfig) -> None:
+    from wholebatch.train.models.choose import source_kind
+
+    if config.lora.rank and source_kind(config.model.source) != "folder":
+        raise UnsupportedError(
+            f"lora.rank = {config.lora.rank}: adapters of model.source {config.model.source!r} are merged "
+            f"into its weights at the end, which parallel.strategy = "
+            f'"{config.parallel.strategy}" leaves in parts; take a Hugging Face folder, or parallel.strategy = "ddp"'
+        )
     if config.model.compile:
         raise UnsupportedError(
             f'model.compile goes with parallel.strategy = "ddp" without tensor_parallel here, and it is '

@@ -1,0 +1,96 @@
+"""What the ranks can't do together is refused before anything is loaded, with the user's own numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runs import tiny_tables
+from wholebatch.errors import WholebatchError
+from wholebatch.train.config import config_from_dict
+from wholebatch.train.parts import check_settings
+
+FSDP = {"strategy": "fsdp"}
+
+
+def check(ranks: int, **sections: dict[str, Any]) -> Any:
+    return check_settings(config_from_dict(tiny_tables(**sections)), ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections", "words"),
+    [
+        (
+            2,
+            {"parallel": {"strategy": "deepspeed"}},
+            'strategy = "deepspeed": its engine owns the optimizer',
+        ),
+        (2, {"parallel": {"strategy": "pipeline"}}, 'strategy = "pipeline": each stage runs a part'),
+        (
+            2,
+            {"parallel": {"pipeline_parallel": 2}},
+            "pipeline_parallel = 2: this job cuts no model into st",
+        ),
+        (2, {"parallel": {"context_parallel": 2}}, "context_parallel = 2: .* Set it to 1"),
+        (
+            2,
+            {"parallel": {"reduce": "per_micro_batch"}},
+            '"per_micro_batch" goes with .* "fsdp" or "hsdp", and',
+        ),
+        (
+            2,
+            {"parallel": FSDP | {"reduce": "after_agreement"}},
+            '"after_agreement" goes with .* "ddp", and',
+        ),
+        (
+            2,
+            {"parallel": {"tensor_parallel": 2, "reduce": "after_agreement"}},
+            "2 tensor-parallel ranks are on",
+        ),
+        (4, {"parallel": FSDP | {"shards": 2}}, 'shards = 2 is for parallel.strategy = "hsdp"'),
+        (4, {"parallel": {"strategy": "hsdp"}}, r"shards = 0 has to divide the 4 replicas .* that do: 2"),
+        (2, {"parallel": {"strategy": "hsdp", "shards": 2}}, "shards = 2 .* none does; take fsdp"),
+        (2, {"parallel": {"tensor_parallel": 2}, "model": {"heads": 1}}, "1 attention heads .* that do: 1"),
+        (
+            3,
+            {"parallel": FSDP | {"tensor_parallel": 2}},
+            "3 ranks do not divide by it; start a multiple of 2",
+        ),
+        (4, {"parallel": {"tensor_parallel": 2}}, "makes 2 replicas of 4 ranks, and .* or start 2 ranks"),
+        (
+            2,
+            {"parallel": {"tensor_parallel": 2}, "model": {"dropout": 0.5}},
+            "model.dropout = 0.5: the ranks",
+        ),
+        (2, {"parallel": {"tensor_parallel": 2}, "lora": {"rank": 2}}, "does not go with lora.rank yet"),
+        (
+            2,
+            {"parallel": {"tensor_parallel": 2}, "optimizer": {"name": "Adafactor"}},
+            "Adafactor moves matri",
+        ),
+        (2, {"parallel": FSDP, "model": {"compile": True}}, 'model.compile goes with .* it is "fsdp"'),
+        (2, {"parallel": FSDP, "lora": {"rank": 2}}, "lora.rank = 2: adapters of .* 'gpt' are merged"),
+        (
+            2,
+            {"parallel": FSDP, "precision": {"parameters": "float32", "autocast": "float16"}},
+            '"float16" needs a loss scale',
+        ),
+    ],
+)
+def test_refusals(ranks: int, sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(WholebatchError, match=words):
+        check(ranks, **sections)
+
+
+def test_replicas_are_what_is_left_of_the_ranks() -> None:
+    assert check(4, parallel=FSDP | {"tensor_parallel": 2}).replicas == 2
+    assert check(4, parallel=FSDP).replicas == 4
+    budget = {"micro_batch_samples": 0, "tokens_per_micro_batch": 64}
+    assert check(4, parallel=FSDP | {"tensor_parallel": 2}, batch=budget).replicas == 2
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_one_rank_needs_none_of_it(strategy: str) -> None:
+    plan = check(1, parallel={"strategy": strategy}, model={"compile": True}, lora={"rank": 2})
+    assert plan.replicas == 1

@@ -144,8 +144,8 @@ class DDPRanks(Ranks):
         if self._model._comm_hooks and not self._always_after:
             raise UnsupportedError(
                 "gradients of half-precision parameters are added up in float32 and reduced after "
-                "agreement, which goes past DDP's communication hook; leave the hook off, or give the window "
-                "accumulate_in=torch.bfloat16 to add up in the parameters' own dtype"
+                "agreement, which goes past DDP's communication hook; leave the hook off, or give the "
+                "window accumulate_in=torch.bfloat16 to add up in the parameters' own dtype"
             )
         # The reducer refuses gradients of another dtype than the parameters': reduce after agreement.
         self.reduces_at_the_end, self.divisor = True, 1.0

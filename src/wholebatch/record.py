@@ -30,6 +30,9 @@ from wholebatch.errors import RecordError
 
 # Of the files of a run folder; what ``--json`` writes has versions of its own.
 SCHEMA_VERSION = 1
+# What an item of the global batch counts for: 1/N, or 1 / (micro-batches x items of its own micro-batch).
+Weighting = Literal["items", "micro_batch_means"]
+WEIGHTINGS: tuple[Weighting, ...] = ("items", "micro_batch_means")
 Outcome = Literal["applied", "skipped_nonfinite", "skipped_empty"]
 OUTCOMES: tuple[Outcome, ...] = ("applied", "skipped_nonfinite", "skipped_empty")
 EndReason = Literal["done", "interrupted", "failed"]
@@ -72,6 +75,8 @@ class UpdateRecord:
         learning_rates: one for every parameter group, in order, as this update used them; None for
             one that is not finite.
         reductions: gradient reductions that this rank issued in this update; 0 on one process.
+        weighting: "items": each counts 1/N. "micro_batch_means": the mean over micro-batches of their own
+            means was differentiated, which is not equal to the big batch; ``loss_per_item`` is as ever.
         partial: True when the global batch has fewer samples than the plan says.
         seconds: wall time from entering the update, before its items are counted, to the end of the
             finish.
@@ -95,6 +100,7 @@ class UpdateRecord:
     loss_scale: float | None = None
     learning_rates: Sequence[float | None] = field(default_factory=list)
     reductions: int = 0
+    weighting: Weighting = "items"
     partial: bool = False
     samples_left_out: int = 0
     peak_memory_bytes: list[int] | None = None

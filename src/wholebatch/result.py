@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from wholebatch.objective import LossSum
 from wholebatch.ranks.base import Roles
 from wholebatch.record import finite
@@ -133,6 +136,23 @@ def losses_by_term(
 def whole(number: float) -> int | float:
     """A number of items as an integer where it is one."""
     return int(number) if float(number).is_integer() else number
+
+
+def share_of_mean(loss: LossSum, share: float) -> Tensor:
+    """``share / n`` for the summed loss of a micro-batch with n items, and 0 where it has none.
+
+    Args:
+        loss: the sum and its items, which may lie on the device.
+        share: what the mean of each micro-batch counts for.
+
+    Returns:
+        Tensor of the sum's shape and dtype, or float32 where wider; nothing is read by the host.
+
+    Exactness: one rounding.
+    """
+    wide = torch.promote_types(loss.loss_sum.dtype, torch.float32)
+    items = torch.as_tensor(loss.num_items, dtype=wide, device=loss.loss_sum.device).detach()
+    return torch.where(items > 0, share / items, torch.zeros_like(items)).reshape(loss.loss_sum.shape)
 
 
 def without_graph(loss: LossSum) -> LossSum:

@@ -21,7 +21,7 @@ from wholebatch.ranks.agreement import unlike_first
 from wholebatch.ranks.base import Roles
 
 _DIGEST_PARTS = 4
-_COUNTS = 6
+_COUNTS = 7
 _SLOTS = 3  # numbers of which each rank has its own
 _FIXED = _COUNTS + _DIGEST_PARTS  # numbers of a payload between the slots and the terms
 
@@ -68,6 +68,7 @@ class Tally:
             float(self.micro_batches > 0 and self.digest is None),
             float(self.needs_reset),
             counted * self.samples_left_out,
+            self.micro_batches if roles.counts_items else 0.0,
             *(counted * part for part in parts),
             *(number if roles.counts_items else 0.0 for number in items),
             *(float(any(number is None for number in column)) for column in columns),
@@ -85,6 +86,8 @@ class GlobalTally:
         other_samples: ranks that do not hold what another rank of their replica does.
         reset: whether the engine was left armed on some rank.
         samples_left_out: samples that could not be read, over all replicas.
+        parts: micro-batches whose items are counted on their own; more than ``micro_batches`` where
+            sequences are cut over ranks.
         digest: 16 hex digits, ``None`` where some sample ids are not known.
         items: N of each term, ``None`` where unknown before the forward.
     """
@@ -97,6 +100,7 @@ class GlobalTally:
     other_samples: list[int]
     reset: bool
     samples_left_out: int
+    parts: int
     digest: str | None
     items: tuple[float | None, ...]
 
@@ -124,7 +128,7 @@ class GlobalTally:
             sums[place * num_ranks : (place + 1) * num_ranks] for place in range(_SLOTS)
         )
         sums = sums[_SLOTS * num_ranks :]
-        micro_batches, samples, positions, anonymous, reset, left_out = sums[:_COUNTS]
+        micro_batches, samples, positions, anonymous, reset, left_out, counted = sums[:_COUNTS]
         parts = sums[_COUNTS:_FIXED]
         digest = sum(round(part) << (16 * place) for place, part in enumerate(parts)) % 2**64
         items = sums[_FIXED : _FIXED + num_terms]
@@ -138,6 +142,7 @@ class GlobalTally:
             other_samples=_unlike_their_replica(prints, roles.replica_of),
             reset=reset > 0,
             samples_left_out=round(left_out),
+            parts=round(counted),
             digest=None if anonymous else format_digest(digest),
             items=tuple(
                 None if unknowable else number for number, unknowable in zip(items, unknown, strict=True)

@@ -47,11 +47,12 @@ from wholebatch.objective import (
 )
 from wholebatch.ranks.agreement import Agreement, PendingExchange, name_ranks, unlike_first
 from wholebatch.ranks.base import Ranks
-from wholebatch.record import Counters, Outcome, UpdateRecord, finite
+from wholebatch.record import Counters, Outcome, UpdateRecord, Weighting, finite
 from wholebatch.result import (
     GlobalResult,
     Result,
     losses_by_term,
+    share_of_mean,
     whole,
     without_graph,
 )
@@ -83,6 +84,7 @@ class WindowParts:
     agreement: Agreement
     snapshot: Snapshot
     wide: WideGradients
+    weighting: Weighting
     on_nonfinite: Literal["skip", "raise"]
     count_samples: Callable[[Any], int]
     settings: str
@@ -254,6 +256,26 @@ class Update:
         self._weightless = self._spare_batches(total)
         ranks.open_window(uneven=total.uneven, ranks_without=total.ranks_without, reset=total.reset)
         ranks.widen(window.wide, window.finish.parameters, max(total.micro_batches_of))
+        divided_by = self._divided_by(total)
+        for term, coefficient in window.objective.coefficients.items():
+            n = divided_by[term]
+            self._shares[term] = coefficient * ranks.divisor / n if n > 0 else 0.0
+        self._tally = total
+        return total
+
+    def _divided_by(self, total: GlobalTally) -> dict[str, float]:
+        """By term N, provisional where it is not known; or the number of means that are averaged."""
+        window = self._window
+        # Provisional: the last update's N, corrected once it is known. The first update has none.
+        self._provisional = window.provisional_items or float(max(1, total.positions, total.samples))
+        if window.weighting == "micro_batch_means":
+            if total.parts != total.micro_batches:
+                raise WindowUsageError(
+                    f'weighting="micro_batch_means" takes a mean over the items of each micro-batch, and '
+                    f"{total.micro_batches} micro-batches are cut into {total.parts} parts over "
+                    f'context-parallel ranks, of which none has them all; use weighting="items"'
+                )
+            return dict.fromkeys(window.terms, float(total.micro_batches))
         unknown = [term for term, n in zip(window.terms, total.items, strict=True) if n is None]
         if unknown and len(window.terms) > 1:
             raise ObjectiveError(
@@ -267,13 +289,8 @@ class Update:
                 "correction of a provisional denominator would scale the included gradient too. Give the "
                 "objective a count"
             )
-        # Provisional: the last update's N, corrected once it is known. The first update has none.
-        self._provisional = window.provisional_items or float(max(1, total.positions, total.samples))
-        for (term, coefficient), n in zip(window.objective.coefficients.items(), total.items, strict=True):
-            n = self._provisional if n is None else n
-            self._shares[term] = coefficient * ranks.divisor / n if n > 0 else 0.0
-        self._tally = total
-        return total
+        known = zip(window.terms, total.items, strict=True)
+        return {term: self._provisional if n is None else n for term, n in known}
 
     def _spare_batches(self, total: GlobalTally) -> list[Any]:
         """What this rank runs beside the others' micro-batches where it has fewer, and each turn is
@@ -363,7 +380,7 @@ class Update:
             found[number] = {
                 term: LossSum(one.loss_sum.detach(), one.num_items) for term, one in by_term.items()
             }
-            seeds = {term: self._seed(term, one.loss_sum, False) for term, one in by_term.items()}
+            seeds = {term: self._seed(term, one, False) for term, one in by_term.items()}
             return torch.stack([one.loss_sum * seeds[term] for term, one in by_term.items()]).sum()
 
         self._refuse(self._changed())
@@ -378,7 +395,8 @@ class Update:
         """Add the gradient of this micro-batch's *summed* loss; the window divides.
 
         ``sum_k (c_k * divisor / N_k) * loss_sum_k`` is differentiated, with ``divisor`` what the
-        engine divides by when it reduces; each factor goes in as the gradient of its sum. The loss
+        engine divides by when it reduces; where means of micro-batches are averaged, their number times
+        the items of this one stands for N_k. Each factor goes in as the gradient of its sum. The loss
         tensors given lose their graph, so that keeping them for a log keeps no memory alive.
 
         Args:
@@ -403,7 +421,7 @@ class Update:
         if snapshot.gradients.changed(whole=covers):
             self._refuse(GRADIENTS_CHANGED)
         roots = [
-            (given.loss_sum, self._seed(term, given.loss_sum, weightless))
+            (given.loss_sum, self._seed(term, given, weightless))
             for term, given in by_term.items()
             if given.loss_sum.requires_grad
         ]
@@ -470,10 +488,14 @@ class Update:
             )
         return {term: as_loss_sum(by_term[term], name=f"term {term!r}") for term in terms}
 
-    def _seed(self, term: str, loss_sum: Tensor, weightless: bool) -> Tensor:
+    def _seed(self, term: str, loss: LossSum, weightless: bool) -> Tensor:
         """The gradient of the update with respect to a term's summed loss, times the loss scale."""
+        loss_sum = loss.loss_sum
         if weightless:
             return torch.zeros_like(loss_sum, requires_grad=False)
+        if self._window.weighting == "micro_batch_means":
+            share = share_of_mean(loss, self._shares[term])
+            return self._window.finish.scaled(share).to(loss_sum.dtype)
         kind, made = _KIND(loss_sum), self._seeds.get(term)
         if made is None or made[0] != kind:
             share = torch.full_like(loss_sum, self._shares[term], requires_grad=False)
@@ -614,7 +636,7 @@ class Update:
             summed if ahead is None else ahead
             for ahead, summed in zip(total.items, result.items, strict=True)
         ]
-        provisional = total.items[0] is None
+        provisional = total.items[0] is None and window.weighting == "items"
         correction = self._provisional / items[0] if provisional and items[0] > 0 else 1.0
         norm *= correction
         outcome: Outcome = "applied"
@@ -668,6 +690,7 @@ class Update:
             loss_scale=self._loss_scale,
             learning_rates=self._learning_rates,
             reductions=window.ranks.reductions,
+            weighting=window.weighting,
             partial=planned is not None and total.samples + total.samples_left_out < planned,
             samples_left_out=total.samples_left_out,
             seconds=perf_counter() - self._started,

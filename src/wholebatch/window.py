@@ -47,7 +47,7 @@ from wholebatch.objective import LossFunction, Objective, counted_loss
 from wholebatch.ranks import find_ranks
 from wholebatch.ranks.agreement import Agreement
 from wholebatch.ranks.base import Reduce, Traffic
-from wholebatch.record import Counters, UpdateRecord
+from wholebatch.record import WEIGHTINGS, Counters, UpdateRecord, Weighting
 from wholebatch.result import result_size
 from wholebatch.snapshot import OnStaleGradients, Snapshot
 from wholebatch.split import num_samples
@@ -83,6 +83,9 @@ class UpdateWindow:
         accumulate_in: what the gradients of bfloat16 and float16 parameters are added up in: by default
             float32 where some rank has more than 4 micro-batches; ``torch.float32`` always;
             ``torch.bfloat16`` or ``torch.float16`` never.
+        weighting: ``"items"``: each item counts 1/N, as in the big batch. ``"micro_batch_means"``, to
+            match old runs: the mean over all micro-batches of each one's own mean,
+            ``1/M * sum_j sum_k c_k * L_jk / n_jk``, *not equal to the big batch*.
         on_nonfinite: ``"skip"`` an update whose gradient is NaN or infinite, or ``"raise"``.
         on_stale_gradients: ``"raise"``, ``"clear"`` or ``"include"`` gradients found at the start.
             ``"include"`` adds them to the gradient that is stepped on; on one rank, with N known ahead.
@@ -94,7 +97,8 @@ class UpdateWindow:
 
     Exactness: exact in real arithmetic: the update differs from the big batch's by rounding only,
     where the loss is a sum over items that does not couple samples (BatchNorm and in-batch negatives
-    do; ``verify_window`` tells).
+    do; ``verify_window`` tells). With ``weighting="micro_batch_means"`` not equal: an item of a
+        micro-batch with fewer items counts for more.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class UpdateWindow:
         reduce: Reduce = "per_update",
         reduction_divisor: float | None = None,
         accumulate_in: torch.dtype | None = None,
+        weighting: Weighting = "items",
         on_nonfinite: Literal["skip", "raise"] = "skip",
         on_stale_gradients: OnStaleGradients = "raise",
         count_samples: Callable[[Any], int] = num_samples,
@@ -119,6 +124,8 @@ class UpdateWindow:
         _refuse_odd_arguments(model, objective)
         if on_nonfinite not in ("skip", "raise"):
             raise WindowUsageError(f'on_nonfinite={on_nonfinite!r} is neither "skip" nor "raise"')
+        if weighting not in WEIGHTINGS:
+            raise WindowUsageError(f"weighting={weighting!r} is none of {', '.join(map(repr, WEIGHTINGS))}")
         objective = objective if objective is not None else counted_loss(lambda given, _: given)
         ranks = find_ranks(
             model,
@@ -164,11 +171,13 @@ class UpdateWindow:
             terms=terms,
             snapshot=Snapshot(model, on_stale_gradients),
             wide=finish.wide,
+            weighting=weighting,
             on_nonfinite=on_nonfinite,
             count_samples=count_samples,
             settings=(
                 f"terms {dict(objective.coefficients)}, clip_grad_norm {clip_grad_norm}, "
-                f"reduce {reduce!r}, accumulate_in {accumulate_in}, on_nonfinite {on_nonfinite!r}, "
+                f"reduce {reduce!r}, accumulate_in {accumulate_in}, weighting {weighting!r}, "
+                f"on_nonfinite {on_nonfinite!r}, "
                 f"plan {plan.to_dict() if plan is not None else None}"
             ),
         )

@@ -79,8 +79,17 @@ def title(run: Run) -> Text:
 
 
 def warnings_of(run: Run) -> list[RenderableType]:
-    """What makes the facts of a run less than whole; empty where nothing does."""
+    """What makes the facts of a run less than whole, or its updates inexact; empty where nothing does."""
     found: list[RenderableType] = []
+    means = sum(r.weighting == "micro_batch_means" for r in run.records)
+    if means:
+        found.append(
+            Text(
+                f"Not equal to the big batch: {number_of(means, 'update')} averaged the means of "
+                f'micro-batches (weighting="micro_batch_means"); an item of one with fewer items counted '
+                f"for more."
+            )
+        )
     if run.torn_line:
         found.append(Text("The last line of a file was cut off in the middle and is left out."))
     if run.disorder:

@@ -29,7 +29,7 @@ from wholebatch.train.advice import how_to_resume
 from wholebatch.train.display import Display
 from wholebatch.train.hyperparameters import refuse_other_state
 from wholebatch.train.models.export import export_model
-from wholebatch.train.parallel import reshard, whole_state
+from wholebatch.train.parallel import whole_state
 from wholebatch.train.parts import Job
 from wholebatch.train.proof import proof_words, prove_first_batch
 from wholebatch.train.resuming import (
@@ -296,6 +296,5 @@ def _export(training: Training, folder: Path) -> None:
 
 def _export_one(job: Job, folder: Path) -> None:
     tokenizer = None if job.config.data.tokenizer == "bytes" else job.config.data.tokenizer
-    reshard(job.model.module)
     state = whole_state(job.model.module, job.world)
     job.world.on_leader(lambda: export_model(job.model, folder, tokenizer=tokenizer, state=state))

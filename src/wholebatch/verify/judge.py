@@ -20,12 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.closeness import ParameterError, magnitude, worst_first
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
 from wholebatch.objective import LossFunction
-from wholebatch.oracle import (
-    MakeOptimizer,
-    OracleUpdate,
-    no_trainable,
-    trainable,
-)
+from wholebatch.oracle import MakeOptimizer, OracleUpdate, no_trainable, trainable
+from wholebatch.record import Weighting
 from wholebatch.verify.comparison import (
     Tried,
     amplification,
@@ -52,6 +48,7 @@ from wholebatch.verify.trial import (
 )
 from wholebatch.verify.untouched import caller_untouched
 from wholebatch.verify.verification import Rounding, Verification
+from wholebatch.verify.weighted import EQUAL_BY_CHANCE, weighted_otherwise
 from wholebatch.verify.words import factor_sentence
 from wholebatch.whereabouts import kept_running, place_of, told
 
@@ -79,6 +76,7 @@ def verify_window(
     make_optimizer: MakeOptimizer | None = None,
     clip_grad_norm: float | None = None,
     accumulate_in: torch.dtype | None = None,
+    weighting: Weighting = "items",
     coefficients: Mapping[str, float] | None = None,
     objective: Any = None,
     collate: Callable[[list[Any]], Any] | None = None,
@@ -99,6 +97,7 @@ def verify_window(
         make_optimizer: makes the optimizer from a list of parameters; SGD with momentum by default.
         clip_grad_norm: largest global norm of the gradient.
         accumulate_in: what gradients of half-precision parameters are added up in, as in ``UpdateWindow``.
+        weighting: as in ``UpdateWindow``; means of micro-batches are judged unequal with their cause.
         coefficients: ``c_k`` by term, 1 by default.
         objective: objective that counts items ahead of the forward, as the window would be given it.
         collate: makes a batch from a list of samples; called on each micro-batch's samples.
@@ -133,6 +132,7 @@ def verify_window(
             make_optimizer=kept_running(make_optimizer or sgd_with_momentum),
             clip_grad_norm=clip_grad_norm,
             accumulate_in=accumulate_in,
+            weighting=weighting,
             coefficients=coefficients if objective is None else objective.coefficients,
             objective=objective,
             seed=seed,
@@ -250,6 +250,8 @@ class _Judge:
 
     def _equal(self, problem: Problem, whole: OracleUpdate, tried: Sequence[Tried]) -> Verification:
         finest = max(tried, key=lambda one: len(one.sizes))
+        if problem.weighting != "items":
+            self.notes.append(EQUAL_BY_CHANCE)
         rounding, cause, advice = self._rounding(problem, whole, finest)
         return self._verification(
             problem,
@@ -269,7 +271,8 @@ class _Judge:
         self.notes += [_ZERO.format(sizes=list(one.sizes)) for one in failed if one.plain.scale == 0.0]
         worst = max(failed, key=lambda one: (one.result.refused is None, ratio_of(one.result)))
         replayed = equal_when_replayed(problem, worst) if chance else None
-        found = together(
+        by_choice = weighted_otherwise(problem, whole, worst)
+        found = by_choice or together(
             lambda: diagnose(problem, worst.sizes, replayed=replayed, refused=worst.result.refused)
         )
         # Where samples are coupled or noise is drawn, a factor would be an accident.

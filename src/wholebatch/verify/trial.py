@@ -36,7 +36,7 @@ from wholebatch.oracle import (
     private_copy,
     trainable,
 )
-from wholebatch.record import UpdateRecord
+from wholebatch.record import UpdateRecord, Weighting
 from wholebatch.replay import RandomState, random_state_kept, seed_all
 from wholebatch.verify.together import SomeRanksFailedError, group_rank_and_size, together
 from wholebatch.verify.wrapping import wrapped_answering
@@ -56,6 +56,7 @@ class Problem:
         make_optimizer: from the list of trainable parameters.
         clip_grad_norm: or ``None``.
         accumulate_in: of the window, for half-precision parameters.
+        weighting: of the window.
         coefficients: ``c_k`` by term, or ``None`` for 1.
         objective: counts items ahead, or ``None``.
         collated: whether the user's collate made ``whole`` and makes each micro-batch, in a class of its
@@ -74,6 +75,7 @@ class Problem:
     make_optimizer: MakeOptimizer
     clip_grad_norm: float | None = None
     accumulate_in: torch.dtype | None = None
+    weighting: Weighting = "items"
     coefficients: Mapping[str, float] | None = None
     objective: Any = None
     collated: bool = False
@@ -322,6 +324,7 @@ def run_window(
             count_samples=lambda batch: samples[id(batch)],
             clip_grad_norm=problem.clip_grad_norm if clipped else None,
             accumulate_in=problem.accumulate_in,
+            weighting=problem.weighting,
         )
         record = window.run(mine, _recording(problem.loss_fn, states))
         hook.remove()

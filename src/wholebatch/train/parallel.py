@@ -148,8 +148,8 @@ def _check_what_is_cut(config: TrainConfig) -> None:
     if config.lora.rank and source_kind(config.model.source) != "folder":
         raise UnsupportedError(
             f"lora.rank = {config.lora.rank}: adapters of model.source {config.model.source!r} are merged "
-            f"into its weights at the end, which {config.parallel.strategy} leaves in parts; take a Hugging "
-            f'Face folder, or parallel.strategy = "ddp"'
+            f"into its weights at the end, which {config.parallel.strategy} leaves in parts; take a "
+            f'Hugging Face folder, or parallel.strategy = "ddp"'
         )
     if config.model.compile:
         raise UnsupportedError(

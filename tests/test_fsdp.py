@@ -497,6 +497,34 @@ def test_an_overflow_in_one_shard_moves_the_loss_scale_of_all() -> None:
     assert run_ranks(overflowing_shard, 2) == [wanted, wanted]
 
 
+class CannotBeRead(dict):  # type: ignore[type-arg]
+    """A batch that only one rank can make of its bytes."""
+
+    def __reduce__(self) -> Any:
+        return (raising, ())
+
+
+def raising() -> None:
+    raise ValueError("not here")
+
+
+def cannot_be_lent(rank: int, ranks: int) -> list[Any]:
+    """A rank without a micro-batch can't read the one that it is lent: all hear of it, and may go on."""
+    model, wanted = sharded(ranks), net()
+    window, plain = window_over(model), adamw(wanted)
+    with pytest.raises(RuntimeError) as caught:
+        window.run([CannotBeRead(batches(0, 1)[0])] if rank else [], loss)
+    window.run(batches(10 * rank, 2), loss)
+    big_batch(wanted, plain, [*batches(0, 2), *batches(10, 2)])
+    return [str(caught.value), distance(model, wanted)]
+
+
+def test_a_batch_that_cannot_be_lent_leaves_nobody_waiting() -> None:
+    for message, error in run_ranks(cannot_be_lent, 2, timeout_s=60):
+        assert "can't be sent: ValueError: not here" in message
+        assert error < 1e-14
+
+
 # What is refused ------------------------------------------------------------------------------------------
 
 

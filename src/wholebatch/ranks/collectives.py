@@ -92,12 +92,18 @@ class HostTotals:
             except Exception as error:  # the others wait for it
                 sent = [f"{type(error).__name__}: {error}"]
         dist.broadcast_object_list(sent, src=dist.get_global_rank(self.group, source), group=self.group)
-        if isinstance(sent[0], str):
+        lent, problem = batch, sent[0] if isinstance(sent[0], str) else ""
+        if batch is None and not problem:
+            try:
+                lent = pickle.loads(sent[0])
+            except Exception as error:  # the others would go on into a forward that this rank can't join
+                problem = f"{type(error).__name__}: {error}"
+        if problem := next(filter(None, self.gather(problem)), ""):
             raise RuntimeError(
                 f"a rank without micro-batches needs one of rank {source}'s for its collective forwards, "
-                f"which can't be sent: {sent[0]}"
+                f"which can't be sent: {problem}"
             )
-        return batch if batch is not None else pickle.loads(sent[0])
+        return lent
 
 
 # One for each group of a model, however many windows are built over it: a group holds threads and sockets.

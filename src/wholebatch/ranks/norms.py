@@ -92,7 +92,9 @@ def careful_norm_of_parts(
     largest = torch.zeros((), dtype=torch.float64, device=device)
     for part in (part for held in wide.values() for part in held if part.numel()):
         # a NaN is taken for infinite: both say that the gradient is not finite
-        largest = torch.maximum(largest, part.abs().nan_to_num(nan=math.inf).max())
+        largest = torch.maximum(
+            largest, part.abs().nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf).max()
+        )
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     most = float(largest)
     if not 0.0 < most < math.inf:

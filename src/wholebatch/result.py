@@ -152,7 +152,7 @@ def share_of_mean(loss: LossSum, share: float) -> Tensor:
     """
     wide = torch.promote_types(loss.loss_sum.dtype, torch.float32)
     items = torch.as_tensor(loss.num_items, dtype=wide, device=loss.loss_sum.device).detach()
-    return (share / items).reshape(loss.loss_sum.shape)
+    return torch.where(items > 0, share / items, torch.zeros_like(items)).reshape(loss.loss_sum.shape)
 
 
 def without_graph(loss: LossSum) -> LossSum:

@@ -103,6 +103,20 @@ def test_micro_batches_with_as_many_items_give_the_big_batch() -> None:
     assert max(found["means"], found["whole"]) < 1e-14
 
 
+def test_a_masked_sum_over_nothing_adds_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 1)
+    batches = [(torch.randn(3, 5), torch.tensor(mask)) for mask in ([1.0, 0.0, 1.0], [0.0, 0.0, 0.0])]
+    window = UpdateWindow(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), weighting="micro_batch_means", count_samples=len
+    )
+    record = window.run(
+        batches, lambda model, batch: ((model(batch[0])[:, 0] * batch[1]).sum(), batch[1].sum())
+    )
+    assert record.outcome == "applied"
+    assert record.items == 2
+
+
 def on_ranks(rank: int, _n: int) -> list[dict[str, Any]]:
     counts = [RAGGED, [RAGGED[0], RAGGED[1][:1]], [RAGGED[0], []]]
     return [run(Case(counts=one), rank, DistributedDataParallel) for one in counts]

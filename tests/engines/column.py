@@ -41,6 +41,8 @@ class Cell:
 
     gradient_error: float
     parameter_error: float
+    norm_error: float
+    loss_error: float
     reductions: int
     items: int
     predicted: Traffic
@@ -97,7 +99,9 @@ def _cell(name: str, case: Case, rank: int, ranks: int) -> Cell:
         seen.append(_named(wrapped, gradients=True))
 
     optimizer.register_step_pre_hook(look)
-    for update, wanted in enumerate(big_batches(case, wrapped.replicas, UPDATES)):
+    for update, (gradients, parameters, norm, loss) in enumerate(
+        big_batches(case, wrapped.replicas, UPDATES)
+    ):
         shares = global_batch(update, case, wrapped.replicas)
         mine = [_in_dtype(batch, case.dtype) for batch in shares[wrapped.replica]]
         counted = CollectiveBytes()
@@ -105,13 +109,21 @@ def _cell(name: str, case: Case, rank: int, ranks: int) -> Cell:
             record = window.run(mine, None if _by_schedule(wrapped.model) else _loss)
         assert record.samples == sum(len(batch["x"]) for share in shares for batch in share)
         assert record.outcome == "applied"
-        found = seen.pop(), _named(wrapped, gradients=False)
+        rounding = torch.finfo(case.dtype).eps
         errors.append(
-            [_error(mine, theirs, case.dtype) for mine, theirs in zip(found, wanted, strict=True)]
+            (
+                _error(seen.pop(), gradients, case.dtype),
+                _error(_named(wrapped, gradients=False), parameters, case.dtype),
+                abs(record.gradient_norm / norm - 1) / rounding,
+                abs(record.loss_per_item / loss - 1) / rounding,
+            )
         )
+    gradient_error, parameter_error, norm_error, loss_error = map(max, zip(*errors, strict=True))
     return Cell(
-        gradient_error=max(gradient for gradient, _ in errors),
-        parameter_error=max(parameter for _, parameter in errors),
+        gradient_error=gradient_error,
+        parameter_error=parameter_error,
+        norm_error=norm_error,
+        loss_error=loss_error,
         reductions=record.reductions,
         items=int(record.items),
         predicted=window.traffic(max(case.held(wrapped.replicas))),

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import environments
-from problems import Case, watch_gradients
+from problems import VOCABULARY, Case, TinyLanguageModel, watch_gradients
 from wholebatch.window import UpdateWindow
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -60,21 +62,142 @@ def megatron_here(*, tensor: int = 1, context: int = 1, pipeline: int = 1) -> An
     return core
 
 
+def config_of(core: Any, **more: Any) -> Any:
+    return core.transformer.TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True, **more
+    )
+
+
 def wrap(core: Any, module: nn.Module, mode: str = "plain", **more: Any) -> Any:
     wanted = {**MODES[mode], **more}
     per_token = wanted.pop("calculate_per_token_loss", False)
     named = wanted.pop("model", {})
-    config = core.transformer.TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        use_cpu_initialization=True,
-        calculate_per_token_loss=per_token,
-        **named,
-    )
+    config = config_of(core, calculate_per_token_loss=per_token, **named)
     widest = next(module.parameters()).dtype != torch.float64
     ddp = core.distributed.DistributedDataParallelConfig(**{"grad_reduce_in_fp32": widest, **wanted})
     return core.distributed.DistributedDataParallel(config, ddp, module)
+
+
+class Branching(TinyLanguageModel):
+    """A language model whose second head only some micro-batches use: those of one sample."""
+
+    def __init__(self, *, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(dtype=dtype)
+        self.seldom = nn.Linear(6, VOCABULARY, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Any:
+        hidden = self.embedding(ids).cumsum(1)
+        scores = self.head(torch.tanh(self.hidden(hidden)))
+        return scores + self.seldom(hidden) if len(ids) == 1 else scores
+
+
+class OnCPU(TorchFunctionMode):
+    """Answers "cpu" wherever a tensor is asked for on CUDA: for Megatron's own schedule, as an oracle."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+class Scheduled(TinyLanguageModel):
+    """As Megatron's schedule wants a model."""
+
+    model_type = None
+
+    def set_input_tensor(self, _: Any) -> None:
+        pass
+
+
+def gradients_of_own_loop(core: Any, wrapped: Any, case: Case, rank: int) -> dict[str, Tensor]:
+    """What Megatron's own schedule leaves in ``main_grad``, of one update."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    batches = case.batches()[rank]
+
+    def forward(held: Any, model: Any) -> Any:
+        batch = next(held)
+
+        def loss(output: Tensor) -> Any:
+            total, items = case.objective()(output, batch)
+            return total, torch.as_tensor(int(items), dtype=torch.int), {"loss": total.detach()}
+
+        return model(batch["input_ids"]), loss
+
+    wrapped.zero_grad_buffer()
+    wrapped.config.no_sync_func = wrapped.no_sync
+    wrapped.config.finalize_model_grads_func = core.distributed.finalize_model_grads
+    with OnCPU():
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(batches),
+            model=wrapped,
+            num_microbatches=len(batches),
+            seq_length=5,
+            micro_batch_size=2,
+        )
+    return {name: one.main_grad.detach().clone() for name, one in wrapped.module.named_parameters()}
+
+
+class Cut(nn.Module):
+    """A language model of which two layers are cut over tensor-parallel ranks."""
+
+    def __init__(self, core: Any) -> None:
+        super().__init__()
+        config = config_of(core, params_dtype=torch.float64, tensor_model_parallel_size=2)
+        parallel, named = core.tensor_parallel, {"config": config, "init_method": nn.init.xavier_normal_}
+        self.embedding = nn.Embedding(VOCABULARY, 6, dtype=torch.float64)
+        self.up = parallel.ColumnParallelLinear(6, 8, bias=True, gather_output=False, **named)
+        self.down = parallel.RowParallelLinear(
+            8, 6, bias=True, input_is_parallel=True, skip_bias_add=False, **named
+        )
+        self.head = nn.Linear(6, VOCABULARY, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden, _ = self.up(self.embedding(ids).cumsum(1))
+        hidden, _ = self.down(torch.tanh(hidden))
+        scores: Tensor = self.head(hidden)
+        return scores
+
+
+class Uncut(nn.Module):
+    """The same in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 6, dtype=torch.float64)
+        self.up = nn.Linear(6, 8, dtype=torch.float64)
+        self.down = nn.Linear(8, 6, dtype=torch.float64)
+        self.head = nn.Linear(6, VOCABULARY, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.down(torch.tanh(self.up(self.embedding(ids).cumsum(1)))))
+        return scores
+
+
+def pieced_together(group: Any, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a whole model from those of its tensor-parallel ranks."""
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, mine, group=group)
+    cut = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+    return {
+        name: torch.cat([part[name] for part in parts], cut[name]) if name in cut else parts[0][name]
+        for name in mine
+    }
+
+
+class Pointwise(nn.Module):
+    """A model of positions that do not look at each other, as context-parallel ranks can run it alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 6, dtype=torch.float64)
+        self.head = nn.Linear(6, VOCABULARY, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.head(torch.tanh(self.embedding(ids)))
+        return scores
 
 
 def case_of(shape: str, seed: int = 0) -> Case:
@@ -116,19 +239,16 @@ class Truth:
 
     def whole_batch(self, case: Case, at: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         """The gradient of the whole global batch's mean, in float64."""
-        model = case.model()
+        model = type(self.model)(dtype=torch.float64)
         model.load_state_dict({key: value.detach().double() for key, value in at.items()})
-        batch = case.whole()
-        total, items = case.objective()(model(batch["input_ids"]), batch)
-        (total / items).backward()
-        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-
-
-def means_of_micro_batches(case: Case, model: nn.Module) -> Tensor:
-    """The mean over all micro-batches of the mean over the items of each, as Megatron's schedule has it."""
-    held: Sequence[Any] = [batch for of_rank in case.batches() for batch in of_rank]
-    means = []
-    for batch in held:
-        total, items = case.objective()(model(batch["input_ids"]), batch)
-        means.append(total / max(1, int(items)))
-    return torch.stack(means).mean()
+        sums, count = [], 0.0
+        # one by one only because a model may branch by its number of samples
+        for batch in (batch for of_rank in case.batches() for batch in of_rank):
+            total, items = case.objective()(model(batch["input_ids"]), batch)
+            sums.append(total)
+            count += float(items)
+        (torch.stack(sums).sum() / count).backward()
+        return {
+            name: torch.zeros_like(one) if one.grad is None else one.grad
+            for name, one in model.named_parameters()
+        }

@@ -413,9 +413,9 @@ def test_its_constant_calculator_plans_the_same_micro_batches() -> None:
     calculators = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(calculators)
     refusals = plans = 0
-    for samples in range(1, 73):
-        for held in (1, 2, 3, 4, 5, 8, 12):
-            for replicas in (1, 2, 3, 4, 6, 8):
+    for samples in range(1, 49):
+        for held in (1, 2, 3, 5, 8):
+            for replicas in (1, 2, 3, 8):
                 try:
                     theirs = calculators.ConstantNumMicroBatchesCalculator(
                         samples, held, replicas, False, 0
@@ -433,7 +433,7 @@ def test_its_constant_calculator_plans_the_same_micro_batches() -> None:
                 )
                 assert plan.micro_batches_per_window == theirs.get(), (samples, held, replicas)
                 plans += 1
-    assert min(refusals, plans) > 300
+    assert min(refusals, plans) > 100
 
 
 def documented(rank: int, _n: int) -> Any:

@@ -47,8 +47,7 @@ def finish_for(
         "schedules": schedules,
         "accumulate_in": accumulate_in,
     }
-    stepper: Stepper | None = getattr(ranks, "stepper", None)
-    return Finish(**given) if stepper is None else EngineFinish(stepper, **given)
+    return Finish(**given) if ranks.stepper is None else EngineFinish(ranks.stepper, **given)
 
 
 class EngineFinish(Finish):

@@ -21,7 +21,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from wholebatch.accumulation import WideGradients
 from wholebatch.budget import AnyPlan
 from wholebatch.errors import (
     ChangedInsideWindowError,
@@ -83,7 +82,6 @@ class WindowParts:
     ranks: Ranks
     agreement: Agreement
     snapshot: Snapshot
-    wide: WideGradients
     weighting: Weighting
     on_nonfinite: Literal["skip", "raise"]
     count_samples: Callable[[Any], int]
@@ -255,7 +253,7 @@ class Update:
             )
         self._weightless = self._spare_batches(total)
         ranks.open_window(uneven=total.uneven, ranks_without=total.ranks_without, reset=total.reset)
-        ranks.widen(window.wide, window.finish.parameters, max(total.micro_batches_of))
+        ranks.widen(window.finish.wide, window.finish.parameters, max(total.micro_batches_of))
         divided_by = self._divided_by(total)
         for term, coefficient in window.objective.coefficients.items():
             n = divided_by[term]
@@ -385,7 +383,7 @@ class Update:
 
         self._refuse(self._changed())
         self._meet_before_reducing()
-        window.ranks.run_window(self._held, weighed)
+        window.ranks.run_window(weighed)
         self._losses = [found[number] for number in sorted(found)]
         self._irrevocable = False
         self._turns_run = len(self._held)
@@ -664,7 +662,7 @@ class Update:
         )
         finish.advance(counters, applied=applied)
         clear_gradients(finish.parameters)
-        window.wide.forget()
+        window.finish.wide.forget()
         if not applied:
             window.snapshot.put_back_after_skip()
         window.snapshot.forget()
@@ -729,7 +727,7 @@ class Update:
 
     def _put_back(self) -> None:
         window = self._window
-        window.wide.forget()
+        window.finish.wide.forget()
         window.snapshot.put_back()
         window.snapshot.forget()
         if self._unscaled:

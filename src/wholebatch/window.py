@@ -170,7 +170,6 @@ class UpdateWindow:
             ),
             terms=terms,
             snapshot=Snapshot(model, on_stale_gradients),
-            wide=finish.wide,
             weighting=weighting,
             on_nonfinite=on_nonfinite,
             count_samples=count_samples,

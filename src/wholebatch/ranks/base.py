@@ -57,7 +57,6 @@ class Roles:
         counts_items: whether the items that it counts do: one rank of each replica, or, where sequences
             are cut over ranks, each for its own part.
         counts_losses: whether the losses that it sums do; the last stage's of a pipeline.
-        stages: parts of the model of which each rank holds one, so that it has no gradient of the others.
     """
 
     rank: int = 0
@@ -65,7 +64,6 @@ class Roles:
     counts_samples: bool = True
     counts_items: bool = True
     counts_losses: bool = True
-    stages: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -234,13 +232,12 @@ class Ranks(ABC):
         """Refuse before a backward that would not reduce although it should."""
 
     def check_window(self, batches: Sequence[Any]) -> None:  # noqa: B027 - as above
-        """Refuse micro-batches that the engine's schedule can't run; where ``runs_windows``."""
+        """Take in a rank's micro-batches, where ``runs_windows``; refuse what the schedule can't run."""
 
-    def run_window(self, batches: Sequence[Any], loss: Callable[[Tensor, Any, int], Tensor]) -> None:
-        """Run all micro-batches forwards and backwards, where ``runs_windows``.
+    def run_window(self, loss: Callable[[Tensor, Any, int], Tensor]) -> None:
+        """Run what :meth:`check_window` took in forwards and backwards.
 
         Args:
-            batches: of this rank's window.
             loss: ``loss(output, batch, number)``: what is differentiated, by the rank that has the output
                 of the micro-batch of that number; the last call for a number counts.
         """

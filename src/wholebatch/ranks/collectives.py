@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 _BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
 
@@ -58,10 +58,7 @@ class HostTotals:
         Raises:
             RuntimeError: it was destroyed.
         """
-        group = self._group()
-        if group is None:
-            raise RuntimeError("the process group was destroyed")
-        return group
+        return alive(self._group)
 
     def begin(self, vector: Sequence[float]) -> HostTotal:
         """Begin to add ``vector`` up over the ranks, in float64."""
@@ -104,6 +101,18 @@ class HostTotals:
                 f"which can't be sent: {problem}"
             )
         return lent
+
+
+def alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The process group.
+
+    Raises:
+        RuntimeError: it was destroyed.
+    """
+    found = group()
+    if found is None:
+        raise RuntimeError("the process group was destroyed")
+    return found
 
 
 # One for each group of a model, however many windows are built over it: a group holds threads and sockets.
@@ -182,3 +191,20 @@ def copy_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None
     for flat, parts in _flattened(tensors):
         dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
         _copy_back(flat, parts)
+
+
+def held_by_some(parameters: Sequence[nn.Parameter], ranks_with: Sequence[float]) -> list[Tensor]:
+    """Gradients that some rank has, in one order; zeros in place of those that only this rank lacks.
+
+    Args:
+        parameters: in the same order on every rank.
+        ranks_with: how many ranks have a gradient of each.
+    """
+    gradients: list[Tensor] = []
+    for parameter, holders in zip(parameters, ranks_with, strict=True):
+        if holders == 0:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+        gradients.append(parameter.grad)
+    return gradients

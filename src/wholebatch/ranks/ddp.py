@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,9 +36,10 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.accumulation import WideGradients
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
 from wholebatch.gradients import GradientWatch
-from wholebatch.ranks.base import Ranks, Reduce, Roles, Traffic
-from wholebatch.ranks.collectives import HostTotal, HostTotals, copy_from_first, sum_over_ranks
+from wholebatch.ranks.base import Reduce, Roles, Traffic
+from wholebatch.ranks.collectives import copy_from_first, held_by_some, sum_over_ranks
 from wholebatch.ranks.roles import roles_of_mesh
+from wholebatch.ranks.several import SeveralRanks, weakly
 
 # Hooks that divide by the number of ranks, as DDP itself does. Any other hook may do anything.
 _AVERAGING_HOOKS = (
@@ -48,7 +49,7 @@ _AVERAGING_HOOKS = (
 )
 
 
-class DDPRanks(Ranks):
+class DDPRanks(SeveralRanks):
     """The ranks of one ``DistributedDataParallel`` model; each is a replica.
 
     Args:
@@ -86,7 +87,7 @@ class DDPRanks(Ranks):
         self._in_scope = False
         self._reduced = _trainable(model)
         self._refuse_modes()
-        self._totals = HostTotals(model.process_group)
+        super().__init__(model.process_group)
         rank = dist.get_rank(model.process_group)
         if context_parallel is None:
             self.roles = Roles.one_each(rank, self._num_reducing)
@@ -94,11 +95,8 @@ class DDPRanks(Ranks):
             self.roles = roles_of_mesh(self._totals, rank, self._num_reducing, context_parallel)
         model.reducer._rebuild_buckets()  # pending where the model was trained before
         # Weakly: it would keep the model, which must not outlive its process group.
-        hook = model.register_forward_pre_hook(_weakly(self._note_forward))
+        hook = model.register_forward_pre_hook(weakly(self._note_forward))
         weakref.finalize(self, hook.remove)
-
-    def total(self, vector: Sequence[float]) -> HostTotal:
-        return self._totals.begin(vector)
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         reduced = {id(parameter) for _, parameter in self._reduced}
@@ -340,26 +338,7 @@ class DDPRanks(Ranks):
         """Gradients that some rank has, in one order; zeros where only this rank has none."""
         named = self._among(parameters)
         holders = self.total([float(p.grad is not None) for _, p in named]).wait()
-        gradients: list[Tensor] = []
-        for (_, parameter), ranks_with in zip(named, holders, strict=True):
-            if ranks_with == 0:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
-            gradients.append(parameter.grad)
-        return gradients
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that does not keep the object of its method alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*arguments)
-
-    return call
+        return held_by_some([parameter for _, parameter in named], holders)
 
 
 def _trainable(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:

@@ -18,7 +18,7 @@ Facts of DeepSpeed that this file rests on (read in 0.19.8 and tested against it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from wholebatch.accumulation import DEEPSPEED, WideGradients, too_narrow
 from wholebatch.errors import StaleGradientsError, UnsupportedError, WindowUsageError
 from wholebatch.gradients import careful_norm, scale_gradients, total_norm
-from wholebatch.ranks.base import Ranks, Reduce, Roles, Traffic
-from wholebatch.ranks.collectives import HostTotal, HostTotals
+from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.deepspeed_config import check_config
 from wholebatch.ranks.deepspeed_gradients import Held, held_by, trainable
+from wholebatch.ranks.several import PATIENCE_S, SeveralRanks, weakly
 
 
-class DeepSpeedRanks(Ranks):
+class DeepSpeedRanks(SeveralRanks):
     """The ranks of one ``DeepSpeedEngine``; each is a replica.
 
     Args:
@@ -54,28 +54,21 @@ class DeepSpeedRanks(Ranks):
         self.stage: int = int(engine.zero_optimization_stage())
         self._refuse_reduction(reduce)
         group: dist.ProcessGroup = engine.data_parallel_group
-        self._group = weakref.ref(group)
-        self._host = HostTotals(group)
+        super().__init__(group)
         self.roles = Roles.one_each(dist.get_rank(group), dist.get_world_size(group))
         self.divisor = float(self.num_replicas)
         self.held: Held = held_by(engine.optimizer)
         self.stepper = self._stepper = EngineStepper(engine, self.held)
         self._per_micro_batch = self.stage >= 2
         self.equal_turns = self._per_micro_batch
-        self.patience_s = 60.0 if self.stage == 3 else None  # others may be gathering in a forward
+        self.patience_s = PATIENCE_S if self.stage == 3 else None  # others may be gathering in a forward
         self.reduces_at_the_end = not self._per_micro_batch
         self._found: tuple[bool, bool | None] = (True, None)
         self._forwarded = False
         self._known = {name: id(one) for name, one in trainable(engine.module)}
         self._refuse_untrained()
-        hook = engine.register_forward_pre_hook(_weakly(self._note_forward))
+        hook = engine.register_forward_pre_hook(weakly(self._note_forward))
         weakref.finalize(self, hook.remove)
-
-    def total(self, vector: Sequence[float]) -> HostTotal:
-        return self._host.begin(vector)
-
-    def lend(self, batch: Any) -> Any:
-        return self._host.lend(batch)
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         own = {id(one) for one in self.held.parameters()}
@@ -120,9 +113,6 @@ class DeepSpeedRanks(Ranks):
         _, added_up_in = self._engine.get_data_types()
         if narrow := wide.wanted([added_up_in], micro_batches=micro_batches):
             raise UnsupportedError(too_narrow(narrow, DEEPSPEED))
-
-    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
-        pass
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -171,9 +161,6 @@ class DeepSpeedRanks(Ranks):
         finally:
             self._put_switches_back()
 
-    def share_buffers(self) -> None:
-        """DeepSpeed shares buffers when it is initialised, and not again."""
-
     def traffic(self, micro_batches: int) -> Traffic:
         """By DeepSpeed's own rules; stage 3 may gather less, for small and just used parameters stay."""
         times = micro_batches if self._per_micro_batch else 1
@@ -217,7 +204,7 @@ class DeepSpeedRanks(Ranks):
     def _over_ranks(self, norm: Tensor) -> Tensor:
         if self.held.partitioned:
             squares = norm.square()
-            dist.all_reduce(squares, group=self._group())
+            dist.all_reduce(squares, group=self.group)
             norm = squares.sqrt()
         return norm / (self._stepper.loss_scale() or 1.0)
 
@@ -363,15 +350,3 @@ def _names(optimizers: Sequence[Any]) -> str:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method, without keeping its object alive."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*given: Any) -> None:
-        bound = weak()
-        if bound is not None:
-            bound(*given)
-
-    return call

@@ -17,8 +17,7 @@ Facts of FSDP2 that this file rests on (read in torch 2.13 and tested against it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +29,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from wholebatch.accumulation import HELD_BACK_FSDP2, SHARDED_FSDP2, WideGradients, too_narrow
 from wholebatch.errors import PoisonedWindowError, StaleGradientsError, UnsupportedError
-from wholebatch.ranks.base import Ranks, Reduce, Traffic
-from wholebatch.ranks.collectives import HostTotal, HostTotals
-from wholebatch.ranks.norms import careful_norm_over_ranks, norm_over_ranks
+from wholebatch.ranks.base import Reduce, Traffic
 from wholebatch.ranks.roles import roles_of_mesh
+from wholebatch.ranks.several import ShardingRanks
 
 # What a window sets in a group for the time of an update or a micro-batch.
 _SWITCHES = ("reduce_grads", "all_reduce_grads")
@@ -47,7 +45,7 @@ class _Found:
     factor: float | None
 
 
-class FSDPRanks(Ranks):
+class FSDPRanks(ShardingRanks):
     """The ranks of one model under ``fully_shard``; each is a replica, unless one is cut over several.
 
     Args:
@@ -62,8 +60,7 @@ class FSDPRanks(Ranks):
         UnsupportedError: a model that is not sharded as a whole, or a reduction of the user's own.
     """
 
-    equal_turns = True
-    patience_s = 60.0
+    engine = "fully_shard"
 
     def __init__(
         self,
@@ -73,35 +70,16 @@ class FSDPRanks(Ranks):
         group: dist.ProcessGroup,
         context_parallel: DeviceMesh | None = None,
     ) -> None:
-        if reduce == "after_agreement":
-            raise UnsupportedError(
-                'reduce="after_agreement" is a mode of DistributedDataParallel; fully_shard reduces '
-                '"per_update" (holds whole gradients) or "per_micro_batch" (more traffic)'
-            )
         self._model = model
-        self._per_micro_batch = reduce == "per_micro_batch"
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._groups = _groups(self._modules)
-        self._group = group
-        self._device = self._groups[0].device
-        self._last = False
+        super().__init__(group, self._groups[0].device, reduce=reduce)
         self._found: list[_Found] = []
         self.divisor = float(self._one_mesh_size())
-        self._totals = HostTotals(group)
         place, size = _place(self._groups[0].mesh_info)
         self.roles = roles_of_mesh(self._totals, place, size, context_parallel)
+        self.holders = self.roles.num_ranks
         self._refuse_own_reductions()
-
-    @property
-    def meets(self) -> bool:
-        # Every forward is a meeting already; what a last one adds is that all may still turn back.
-        return self._last
-
-    def total(self, vector: Sequence[float]) -> HostTotal:
-        return self._totals.begin(vector)
-
-    def lend(self, batch: Any) -> Any:
-        return self._totals.lend(batch)
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         known = {id(one.sharded_param) for group in self._groups for one in group.fsdp_params}
@@ -127,9 +105,6 @@ class FSDPRanks(Ranks):
             group.gradient_divide_factor = None
             group.reshard()  # a forward without gradients may have left it gathered
 
-    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
-        pass
-
     def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
         kept = SHARDED_FSDP2 if self._per_micro_batch else HELD_BACK_FSDP2
         if narrow := wide.wanted(self._accumulated_in(parameters), micro_batches=micro_batches):
@@ -145,49 +120,15 @@ class FSDPRanks(Ranks):
             for policy in [group.mp_policy]
         ]
 
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
-        self.synchronises, self._last = last or self._per_micro_batch, last
-        for group in self._groups:
-            group.reduce_grads, group.all_reduce_grads = self.synchronises, last
-        try:
-            yield
-        finally:
-            self._put_switches_back()
-            self.synchronises = self._last = False
-
-    def check_forward(self) -> None:
-        pass
-
     def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().backward(roots)
-        if not self.synchronises:
-            return
-        self.reductions += 1
-        if left := self._held_back():
+        if self.synchronises and (left := self._held_back()):
             raise PoisonedWindowError(
                 f"rank {self.rank}: the backward that was to reduce left the gradients of {len(left)} "
                 f"parameters inside fully_shard's groups ({left[0]}); was its loss computed without the "
                 f"sharded model's forward, or a switch of fully_shard set inside the loop? Restart from "
                 f"the last committed update"
             )
-
-    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
-        pass
-
-    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
-        pass
-
-    def share_buffers(self) -> None:
-        pass  # fully_shard leaves buffers to each rank, and so does the window
-
-    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        holders = self.roles.num_ranks // self.roles.stages
-        return norm_over_ranks(gradients, holders=holders, group=self._group, device=self._device)
-
-    def careful_norm(self, gradients: Sequence[Tensor]) -> float:
-        holders = self.roles.num_ranks // self.roles.stages
-        return careful_norm_over_ranks(gradients, holders=holders, group=self._group, device=self._device)
 
     def traffic(self, micro_batches: int) -> Traffic:
         outermost: list[Any] = []
@@ -206,6 +147,10 @@ class FSDPRanks(Ranks):
             self._found = []
         if not committed:
             self._reset()
+
+    def _switch(self) -> None:
+        for group in self._groups:
+            group.reduce_grads, group.all_reduce_grads = self.synchronises, self._last
 
     def _put_switches_back(self) -> None:
         for group, found in zip(self._groups, self._found, strict=True):

@@ -12,22 +12,20 @@ Facts of FSDP1 that this file rests on (read in torch 2.13 and tested against it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from wholebatch.errors import StaleGradientsError, UnsupportedError
-from wholebatch.ranks.base import Ranks, Reduce, Roles
-from wholebatch.ranks.collectives import HostTotal, HostTotals
-from wholebatch.ranks.norms import careful_norm_over_ranks, norm_over_ranks
+from wholebatch.ranks.base import Reduce, Roles
+from wholebatch.ranks.several import ShardingRanks
 
 
-class FSDP1Ranks(Ranks):
+class FSDP1Ranks(ShardingRanks):
     """The ranks of one ``FullyShardedDataParallel`` model; each is a replica.
 
     Args:
@@ -40,45 +38,26 @@ class FSDP1Ranks(Ranks):
         UnsupportedError: a strategy, precision or hook that can't be run exactly.
     """
 
-    equal_turns = True
-    patience_s = 60.0
+    engine = "FullyShardedDataParallel"
 
     def __init__(
         self, model: FullyShardedDataParallel, *, reduce: Reduce, group: dist.ProcessGroup
     ) -> None:
-        if reduce == "after_agreement":
-            raise UnsupportedError(
-                'reduce="after_agreement" is a mode of DistributedDataParallel; FullyShardedDataParallel '
-                'reduces "per_update" (holds whole gradients) or "per_micro_batch" (more traffic)'
-            )
         self._model = model
-        self._per_micro_batch = reduce == "per_micro_batch"
         self._states: list[Any] = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
         self._handles: list[Any] = [one._handle for one in self._states if one._handle is not None]
-        self._group = group
-        self._last = False
+        super().__init__(group, self._handles[0].device, reduce=reduce)
         self._found: list[bool] = []
         self._refuse_modes()
         first = self._states[0]
         self.divisor = float(first._gradient_predivide_factor * first._gradient_postdivide_factor)
-        self._totals = HostTotals(group)
         self.roles = Roles.one_each(dist.get_rank(group), dist.get_world_size(group))
         if self.divisor != self.roles.num_ranks:
             raise UnsupportedError(
                 f"FullyShardedDataParallel takes a mean over {self.divisor:g} ranks and "
                 f"{self.roles.num_ranks} are running; give the window the group that it reduces over"
             )
-        self._copies = self.roles.num_ranks // first.world_size
-
-    @property
-    def meets(self) -> bool:
-        return self._last
-
-    def total(self, vector: Sequence[float]) -> HostTotal:
-        return self._totals.begin(vector)
-
-    def lend(self, batch: Any) -> Any:
-        return self._totals.lend(batch)
+        self.holders = self.roles.num_ranks // first.world_size  # a flat parameter is a plain shard
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         ignored = {id(p) for one in self._states for p in one._ignored_params}
@@ -104,50 +83,16 @@ class FSDP1Ranks(Ranks):
             )
         self._found = [one._sync_gradients for one in self._states]
 
-    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
-        pass
-
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
-        self.synchronises, self._last = last or self._per_micro_batch, last
-        for one in self._states:
-            one._sync_gradients = self.synchronises
-        try:
-            yield
-        finally:
-            self._put_switches_back()
-            self.synchronises = self._last = False
-
-    def check_forward(self) -> None:
-        pass
-
-    def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
-        super().backward(roots)
-        self.reductions += self.synchronises
-
-    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
-        pass
-
-    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
-        pass
-
-    def share_buffers(self) -> None:
-        pass  # FSDP leaves buffers to each rank, and so does the window
-
-    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        device = self._handles[0].device
-        return norm_over_ranks(gradients, holders=self._copies, group=self._group, device=device)
-
-    def careful_norm(self, gradients: Sequence[Tensor]) -> float:
-        device = self._handles[0].device
-        return careful_norm_over_ranks(gradients, holders=self._copies, group=self._group, device=device)
-
     def end(self, *, committed: bool) -> None:
         if self._found:
             self._put_switches_back()
             self._found = []
         if not committed:
             self._clear()
+
+    def _switch(self) -> None:
+        for one in self._states:
+            one._sync_gradients = self.synchronises
 
     def _put_switches_back(self) -> None:
         for one, found in zip(self._states, self._found, strict=True):

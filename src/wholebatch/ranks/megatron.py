@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from wholebatch.accumulation import WideGradients, too_narrow
 from wholebatch.errors import ChangedInsideWindowError, PoisonedWindowError, UnsupportedError
-from wholebatch.ranks.base import Ranks, Reduce, Roles, Traffic
-from wholebatch.ranks.collectives import HostTotal, HostTotals
+from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.norms import careful_norm_of_parts, norm_of_parts
+from wholebatch.ranks.several import PATIENCE_S, SeveralRanks
 
 _NARROW = (
     "Megatron's DistributedDataParallel adds gradients up in the dtype of the parameters; build it with "
@@ -50,7 +50,7 @@ _REFUSED_IN_MODEL = {
 }
 
 
-class MegatronRanks(Ranks):
+class MegatronRanks(SeveralRanks):
     """The ranks of one model under Megatron's data parallelism, cut over tensor or context parallel ranks.
 
     Args:
@@ -79,12 +79,9 @@ class MegatronRanks(Ranks):
         self._wide: WideGradients | None = None
         self._mark: list[int] = []
         self.divisor = self._divides_by()
-        self.patience_s = 60.0 if model.tp_group.size() > 1 or self._context_ranks() > 1 else None
-        self._totals = HostTotals(group)
+        self.patience_s = PATIENCE_S if model.tp_group.size() > 1 or self._context_ranks() > 1 else None
+        super().__init__(group)
         self.roles = self._roles()
-
-    def total(self, vector: Sequence[float]) -> HostTotal:
-        return self._totals.begin(vector)
 
     def check_optimizers(self, optimizers: Sequence[Any]) -> None:
         for one in optimizers:
@@ -159,9 +156,6 @@ class MegatronRanks(Ranks):
             for group in self._model.bucket_groups:
                 group.start_grad_sync(force_all_reduce=self._whole)
         self._finalize()
-
-    def share_buffers(self) -> None:
-        pass  # Megatron leaves buffers to each rank, and so does the window
 
     def end(self, *, committed: bool) -> None:
         self._model.force_all_reduce = self._found_force

@@ -108,18 +108,13 @@ def careful_norm_of_parts(
 
 def _weighed(gradients: Sequence[Tensor], holders: int) -> dict[float, list[Tensor]]:
     """What lies on this rank of each gradient, by what its squares count for."""
-    return {shards / holders: parts for shards, parts in _by_shards(gradients).items()}
-
-
-def _by_shards(gradients: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-    """What lies on this rank of each gradient, by the number of shards that it is cut in."""
-    found: dict[int, list[Tensor]] = {}
+    found: dict[float, list[Tensor]] = {}
     for gradient in gradients:
-        found.setdefault(num_shards(gradient), []).append(on_this_rank(gradient))
+        found.setdefault(_num_shards(gradient) / holders, []).append(on_this_rank(gradient))
     return found
 
 
-def num_shards(tensor: Tensor) -> int:
+def _num_shards(tensor: Tensor) -> int:
     """In how many parts a tensor is cut, each held by other ranks; 1 for a plain tensor or copies.
 
     Raises:

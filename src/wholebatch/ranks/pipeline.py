@@ -33,9 +33,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.errors import UnsupportedError, WindowUsageError
-from wholebatch.ranks.base import Ranks, Reduce, Roles, Traffic
-from wholebatch.ranks.collectives import HostTotal, HostTotals, sum_over_ranks
-from wholebatch.ranks.norms import careful_norm_over_ranks, norm_over_ranks
+from wholebatch.ranks.base import Reduce, Roles, Traffic
+from wholebatch.ranks.collectives import held_by_some, sum_over_ranks
+from wholebatch.ranks.several import SpreadRanks
 
 
 class PipelinedModel(nn.Module):
@@ -80,6 +80,7 @@ class PipelinedModel(nn.Module):
         self.data_parallel = data_parallel
         self.pad = pad
         self._made: tuple[Any, Any] | None = None
+        self._possible: set[int] = set()  # numbers of micro-batches that the schedule takes
 
     @property
     def is_last(self) -> bool:
@@ -93,22 +94,23 @@ class PipelinedModel(nn.Module):
         return [list(self.pad(group)) if self.pad is not None else group for group in groups]
 
     def check(self, batches: Sequence[Any]) -> None:
-        """Refuse, before anything runs, what the schedule can't.
+        """Refuse, before anything runs, what one run of the schedule can't.
 
         Raises:
-            WindowUsageError: micro-batches of different shapes in one call.
+            WindowUsageError: micro-batches of different shapes.
             UnsupportedError: a number of them that the schedule does not take.
         """
-        for group in self.calls(batches):
-            shapes = [_shapes(self._given(batch)) for batch in group]
-            if len(set(shapes)) > 1:
-                other = next(number for number, shape in enumerate(shapes) if shape != shapes[0])
-                raise WindowUsageError(
-                    f"micro-batches 1 and {other + 1} of one run of {self.schedule.__name__} have the "
-                    f"shapes {list(shapes[0])} and {list(shapes[other])}; its stages exchange tensors of "
-                    f"one shape. Give PipelinedModel a pad function, or micro_batches_per_call=1"
-                )
-            self._make(len(group), _never)
+        shapes = [_shapes(self._given(batch)) for batch in batches]
+        other = next((number for number, shape in enumerate(shapes) if shape != shapes[0]), None)
+        if other is not None:
+            raise WindowUsageError(
+                f"micro-batches 1 and {other + 1} of one run of {self.schedule.__name__} have the "
+                f"shapes {list(shapes[0])} and {list(shapes[other])}; its stages exchange tensors of "
+                f"one shape. Give PipelinedModel a pad function, or micro_batches_per_call=1"
+            )
+        if len(batches) not in self._possible:
+            self._make(len(batches), _never)
+            self._possible.add(len(batches))
 
     def run(self, batches: Sequence[Any], loss: Callable[[Tensor, Any, int], Tensor], begins: int) -> None:
         """One run of the schedule: forwards and backwards of all ``batches``, gradients added up.
@@ -155,7 +157,7 @@ class PipelinedModel(nn.Module):
             ) from error
 
 
-class PipelineRanks(Ranks):
+class PipelineRanks(SpreadRanks):
     """The ranks of one pipelined model; each holds stages, and those of one pipeline are a replica.
 
     Args:
@@ -175,17 +177,15 @@ class PipelineRanks(Ranks):
                 f"reduce={reduce!r}: a pipeline's gradients are reduced when its schedule is over; leave "
                 f"it out"
             )
-        self._model, self._group = model, group
-        self._totals = HostTotals(group)
-        self._device = torch.device(model.stages[0].device)
+        self._model = model
+        super().__init__(group, torch.device(model.stages[0].device))
         self._copies = self._check_copies()
         self.roles = self._find_roles()
+        self.holders = self.num_replicas  # the other ranks hold other stages
+        self._calls: list[list[Any]] = []
         self._sharded = _are_sharded(model.parts)
         self.divisor = float(self.num_replicas) if self._sharded else 1.0
         self.reduces_at_the_end = not self._sharded and self.num_replicas > 1
-
-    def total(self, vector: Sequence[float]) -> HostTotal:
-        return self._totals.begin(vector)
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         own = {id(parameter) for parameter in self._model.parameters()}
@@ -209,49 +209,27 @@ class PipelineRanks(Ranks):
             )
 
     def check_window(self, batches: Sequence[Any]) -> None:
-        self._model.check(batches)
+        self._calls = self._model.calls(batches)
+        for call in self._calls:
+            self._model.check(call)
 
-    def run_window(self, batches: Sequence[Any], loss: Callable[[Tensor, Any, int], Tensor]) -> None:
+    def run_window(self, loss: Callable[[Tensor, Any, int], Tensor]) -> None:
         begins = 0
-        for group in self._model.calls(batches):
-            self._model.run(group, loss, begins)
-            begins += len(group)
+        for call in self._calls:
+            self._model.run(call, loss, begins)
+            begins += len(call)
             self.reductions += self._sharded
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()
-
-    def check_forward(self) -> None:
-        pass
-
-    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
-        pass
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         assert self._copies is not None
         group = self._copies.get_group()
         present = torch.tensor([float(p.grad is not None) for p in parameters], device=self._device)
         dist.all_reduce(present, group=group)
-        gradients: list[Tensor] = []
-        for parameter, copies_with in zip(parameters, present.tolist(), strict=True):
-            if copies_with == 0:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
-            gradients.append(parameter.grad)
-        sum_over_ranks(gradients, group)
+        sum_over_ranks(held_by_some(parameters, present.tolist()), group)
         self.reductions += 1
-
-    def share_buffers(self) -> None:
-        pass  # each copy keeps its own, as without the window
-
-    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        return norm_over_ranks(gradients, holders=self.num_replicas, group=self._group, device=self._device)
-
-    def careful_norm(self, gradients: Sequence[Tensor]) -> float:
-        return careful_norm_over_ranks(
-            gradients, holders=self.num_replicas, group=self._group, device=self._device
-        )
 
     def traffic(self, micro_batches: int) -> Traffic:
         """Reductions only; what the stages send each other depends on the outputs' shapes."""
@@ -260,11 +238,11 @@ class PipelineRanks(Ranks):
         times = calls if self._sharded else int(self.num_replicas > 1)
         return Traffic(reductions=times, reduced_bytes=times * own)
 
-    def end(self, *, committed: bool) -> None:
-        pass
+    def end(self, *, committed: bool) -> None:  # noqa: ARG002
+        self._calls = []  # they hold the batches
 
     def _check_copies(self) -> DeviceMesh | None:
-        ranks, stages = dist.get_world_size(self._group), self._model.stages[0].group_size
+        ranks, stages = dist.get_world_size(self.group), self._model.stages[0].group_size
         copies = self._model.data_parallel
         number = 1 if copies is None else copies.size()
         if stages * number != ranks:
@@ -276,7 +254,7 @@ class PipelineRanks(Ranks):
         return copies
 
     def _find_roles(self) -> Roles:
-        pipeline = tuple(dist.get_process_group_ranks(self._model.stages[0].group or self._group))
+        pipeline = tuple(dist.get_process_group_ranks(self._model.stages[0].group or self.group))
         told = self._totals.gather((pipeline, self._model.is_last))
         pipelines = sorted({members for members, _ in told})
         replica_of = tuple(pipelines.index(members) for members, _ in told)
@@ -288,7 +266,6 @@ class PipelineRanks(Ranks):
             counts_samples=first,
             counts_items=first,
             counts_losses=self._model.is_last,
-            stages=len(pipeline),
         )
 
 

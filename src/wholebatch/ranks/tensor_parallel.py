@@ -13,17 +13,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from wholebatch.errors import UnsupportedError
 from wholebatch.gradients import is_sharded
-from wholebatch.ranks.base import Ranks, Reduce, Traffic
-from wholebatch.ranks.collectives import HostTotal, HostTotals
-from wholebatch.ranks.norms import careful_norm_over_ranks, norm_over_ranks
+from wholebatch.ranks.base import Reduce
 from wholebatch.ranks.roles import roles_of_mesh
+from wholebatch.ranks.several import PATIENCE_S, SpreadRanks
 
 
-class TensorParallelRanks(Ranks):
+class TensorParallelRanks(SpreadRanks):
     """The tensor-parallel ranks of one replica.
 
     Args:
@@ -37,7 +36,7 @@ class TensorParallelRanks(Ranks):
 
     equal_turns = True
     reduces_at_the_end = True
-    patience_s = 60.0
+    patience_s = PATIENCE_S
 
     def __init__(self, model: nn.Module, *, reduce: Reduce, group: dist.ProcessGroup) -> None:
         if reduce != "per_update":
@@ -45,7 +44,6 @@ class TensorParallelRanks(Ranks):
                 f"reduce={reduce!r}: a model that is only tensor parallel has one replica, and nothing to "
                 f"reduce; leave it out"
             )
-        self._group = group
         ranks = dist.get_world_size(group)
         for name, parameter in model.named_parameters():
             if is_sharded(parameter) and parameter.device_mesh.size() != ranks:
@@ -54,15 +52,9 @@ class TensorParallelRanks(Ranks):
                     f"them, so that nobody reduces over the others; call fully_shard over the other "
                     f"dimension of the mesh, or give the window the process group of one replica"
                 )
-        self._device = next(model.parameters()).device
-        self._totals = HostTotals(group)
+        super().__init__(group, next(model.parameters()).device)
         self.roles = roles_of_mesh(self._totals, 0, 1)
-
-    def total(self, vector: Sequence[float]) -> HostTotal:
-        return self._totals.begin(vector)
-
-    def lend(self, batch: Any) -> Any:
-        return self._totals.lend(batch)
+        self.holders = self.roles.num_ranks
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         pass
@@ -70,17 +62,8 @@ class TensorParallelRanks(Ranks):
     def begin(self) -> None:
         pass
 
-    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
-        pass
-
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()
-
-    def check_forward(self) -> None:
-        pass
-
-    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
-        pass
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -89,22 +72,6 @@ class TensorParallelRanks(Ranks):
                 continue
             if tuple(gradient.placements) != tuple(parameter.placements):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-    def share_buffers(self) -> None:
-        pass
-
-    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        return norm_over_ranks(
-            gradients, holders=self.roles.num_ranks, group=self._group, device=self._device
-        )
-
-    def careful_norm(self, gradients: Sequence[Tensor]) -> float:
-        return careful_norm_over_ranks(
-            gradients, holders=self.roles.num_ranks, group=self._group, device=self._device
-        )
-
-    def traffic(self, micro_batches: int) -> Traffic:  # noqa: ARG002
-        return Traffic()
 
     def end(self, *, committed: bool) -> None:
         pass

@@ -1,0 +1,160 @@
+"""What the engines of several ranks share: words on the host, norms of what lies in parts, shards.
+
+From the bottom: :class:`SeveralRanks` talk to each other; :class:`SpreadRanks` hold parts or copies of a
+gradient; :class:`ShardingRanks` gather parameters in forwards and reduce in backwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from wholebatch.errors import UnsupportedError
+from wholebatch.ranks.base import Ranks, Reduce
+from wholebatch.ranks.collectives import HostTotal, HostTotals, alive
+from wholebatch.ranks.norms import careful_norm_over_ranks, norm_over_ranks
+
+# How long a rank that failed waits for others that may be inside a collective which it left.
+PATIENCE_S = 60.0
+
+
+class SeveralRanks(Ranks):
+    """The ranks of a job. An engine that reduces by itself has nothing more to check, reduce or share.
+
+    Args:
+        group: all of them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._totals = HostTotals(group)
+        self._weak_group = weakref.ref(group)  # as HostTotals
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks of the job.
+
+        Raises:
+            RuntimeError: their process group was destroyed.
+        """
+        return alive(self._weak_group)
+
+    def total(self, vector: Sequence[float]) -> HostTotal:
+        return self._totals.begin(vector)
+
+    def lend(self, batch: Any) -> Any:
+        return self._totals.lend(batch)
+
+    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
+        pass
+
+    def check_forward(self) -> None:
+        pass
+
+    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
+        pass
+
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
+        pass
+
+    def share_buffers(self) -> None:
+        pass  # most engines leave buffers to each rank, and so does the window
+
+
+class SpreadRanks(SeveralRanks):
+    """Ranks over which one gradient is spread, cut in shards or copied.
+
+    Args:
+        group: all ranks of the job.
+        device: of the gradients.
+
+    Attributes:
+        holders: over how many ranks the parameters of this rank are spread; see ``norm_over_ranks``.
+    """
+
+    holders: int
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group)
+        self._device = device
+
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        return norm_over_ranks(gradients, holders=self.holders, group=self.group, device=self._device)
+
+    def careful_norm(self, gradients: Sequence[Tensor]) -> float:
+        return careful_norm_over_ranks(
+            gradients, holders=self.holders, group=self.group, device=self._device
+        )
+
+
+class ShardingRanks(SpreadRanks):
+    """Ranks whose forwards gather parameters, and whose backwards reduce gradients to shards.
+
+    Args:
+        group: all ranks of the job.
+        device: of the gradients.
+        reduce: ``"per_update"``: held back, and reduced in the last backward; whole gradients are held.
+            ``"per_micro_batch"``: each backward reduces to the shards.
+
+    Raises:
+        UnsupportedError: ``"after_agreement"``, which is DDP's.
+    """
+
+    equal_turns = True
+    patience_s = PATIENCE_S
+    engine: str  # its name, for messages
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, reduce: Reduce) -> None:
+        if reduce == "after_agreement":
+            raise UnsupportedError(
+                f'reduce="after_agreement" is a mode of DistributedDataParallel; {self.engine} reduces '
+                f'"per_update" (holds whole gradients) or "per_micro_batch" (more traffic)'
+            )
+        super().__init__(group, device)
+        self._per_micro_batch = reduce == "per_micro_batch"
+        self._last = False
+
+    @property
+    def meets(self) -> bool:
+        # Every forward is a meeting already; what a last one adds is that all may still turn back.
+        return self._last
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        self.synchronises, self._last = last or self._per_micro_batch, last
+        self._switch()
+        try:
+            yield
+        finally:
+            self._put_switches_back()
+            self.synchronises = self._last = False
+
+    def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().backward(roots)
+        self.reductions += self.synchronises
+
+    @abstractmethod
+    def _switch(self) -> None:
+        """Set the engine's switches for the open micro-batch."""
+
+    @abstractmethod
+    def _put_switches_back(self) -> None:
+        """Set them as they were before the update."""
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that does not keep the object of its method alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*arguments)
+
+    return call

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,12 +71,17 @@ def main(ranks: int, rank: int) -> None:
     plan = wb.plan_batch(
         global_batch_samples=GLOBAL_BATCH_SAMPLES, micro_batch_samples=MICRO_BATCH_SAMPLES, ranks=ranks
     )
-    order = wb.SampleOrder(num_samples=len(data), global_batch_samples=GLOBAL_BATCH_SAMPLES, seed=0)
     objective = wb.next_token_loss()
     window = wb.UpdateWindow(
         model, optimizer, objective, plan=plan, clip_grad_norm=1.0, scheduler=wb.per_update(schedule)
     )
 
+    train(window, objective, data, ranks, rank)
+
+
+def train(window: wb.UpdateWindow, objective: Any, data: list[torch.Tensor], ranks: int, rank: int) -> None:
+    """Every rank's share of each global batch, and a line for each update."""
+    order = wb.SampleOrder(num_samples=len(data), global_batch_samples=GLOBAL_BATCH_SAMPLES, seed=0)
     for _ in range(UPDATES):
         position = window.counters.samples  # where the run is, under any number of ranks
         ids = order.window(position, micro_batch_samples=MICRO_BATCH_SAMPLES, replicas=ranks, replica=rank)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import wholebatch as wb
-from ddp_loop import GLOBAL_BATCH_SAMPLES, MICRO_BATCH_SAMPLES, UPDATES, collate, ragged_sequences
+from ddp_loop import GLOBAL_BATCH_SAMPLES, MICRO_BATCH_SAMPLES, ragged_sequences, train
 
 
 class Tagger(nn.Module):
@@ -53,22 +53,12 @@ def main(ranks: int, rank: int, reduce: str) -> None:
     plan = wb.plan_batch(
         global_batch_samples=GLOBAL_BATCH_SAMPLES, micro_batch_samples=MICRO_BATCH_SAMPLES, ranks=ranks
     )
-    order = wb.SampleOrder(num_samples=len(data), global_batch_samples=GLOBAL_BATCH_SAMPLES, seed=0)
     objective = wb.next_token_loss()
     window = wb.UpdateWindow(model, optimizer, objective, plan=plan, clip_grad_norm=1.0, reduce=reduce)
     if rank == 0:
         print(window.traffic(plan.micro_batches_per_window))
 
-    for _ in range(UPDATES):
-        position = window.counters.samples
-        ids = order.window(position, micro_batch_samples=MICRO_BATCH_SAMPLES, replicas=ranks, replica=rank)
-        batches = [collate(data, ids_of_one) for ids_of_one in ids]
-        record = window.run(batches, lambda model, batch: objective(model(batch["input_ids"]), batch))
-        if rank == 0:
-            print(
-                f"update {record.updates_applied}: {record.samples} samples, {record.items} items, "
-                f"loss per item {record.loss_per_item:.4f}, samples {record.sample_digest}"
-            )
+    train(window, objective, data, ranks, rank)
 
 
 if __name__ == "__main__":

@@ -173,6 +173,23 @@ def oracle(case: Case) -> OracleUpdate:
     )
 
 
+def gradient_of_whole(model: nn.Module, case: Case) -> dict[str, Tensor]:
+    """The gradient of the whole global batch's mean at the weights of ``model``; zeros where there is none.
+
+    Micro-batches run one by one, only because a model may branch by their number of samples.
+    """
+    sums, count = [], 0.0
+    for batch in (batch for of_rank in case.batches() for batch in of_rank):
+        total, items = case.objective()(model(batch["input_ids"]), batch)
+        sums.append(total)
+        count += float(items)
+    (torch.stack(sums).sum() / count).backward()
+    return {
+        name: torch.zeros_like(one) if one.grad is None else one.grad
+        for name, one in model.named_parameters()
+    }
+
+
 def total_items(case: Case) -> int:
     """Supervised next-token targets of the whole case: the first label is never one."""
     return sum(max(0, n - 1) for rank in case.counts for batch in rank for n in batch)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from big_batch import Batch, big_batch
 from ranks import run_ranks
 from wholebatch import UpdateWindow, token_loss
 from wholebatch.errors import UnsupportedError
@@ -19,7 +19,6 @@ from wholebatch.errors import UnsupportedError
 pytestmark = pytest.mark.slow
 
 OBJECTIVE = token_loss()
-Batch = dict[str, torch.Tensor]
 # Each way of compiling, and by how many ranks it is run.
 WAYS = [
     ("whole", 1),
@@ -98,15 +97,6 @@ def loss(model: nn.Module, batch: Batch) -> Any:
     return OBJECTIVE(model(batch["x"]), batch)
 
 
-def big_batch(model: nn.Module, optimizer: torch.optim.Optimizer, given: list[Batch]) -> None:
-    """The plain update of the whole global batch, not compiled."""
-    optimizer.zero_grad()
-    x, labels = (torch.cat([batch[name] for batch in given]) for name in ("x", "labels"))
-    F.cross_entropy(model(x), labels).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-
-
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
@@ -154,7 +144,7 @@ def updates(rank: int, ranks: int, way: str) -> list[Any]:
             kept = all(map(torch.equal, before, module.buffers()))
         shares = [batches(100 * update + 10 * one, 3) for one in range(ranks)]
         reductions.append(window.run(shares[rank], loss).reductions)
-        big_batch(wanted, plain, [batch for share in shares for batch in share])
+        big_batch(wanted, plain, [batch for share in shares for batch in share], clip=0.1)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return [distance(module, wanted), reductions, kept, graphs, window.counters.updates_applied]
 
@@ -174,7 +164,7 @@ def inductor(_rank: int, _ranks: int) -> float:
     module, wanted = net(torch.float32), net(torch.float64)
     window, plain = window_over(compiled("whole", module, "inductor")), adamw(wanted)
     window.run(batches(0, 3, torch.float32), loss)
-    big_batch(wanted, plain, [{**b, "x": b["x"].double()} for b in batches(0, 3, torch.float32)])
+    big_batch(wanted, plain, [{**b, "x": b["x"].double()} for b in batches(0, 3, torch.float32)], clip=0.1)
     return distance(module, wanted)
 
 

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -24,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from big_batch import Batch, big_batch
 from ranks import run_ranks
 from wholebatch import UpdateWindow, token_loss
 from wholebatch.errors import (
@@ -37,7 +37,6 @@ from wholebatch.ranks.fsdp import FSDPRanks
 pytestmark = pytest.mark.slow
 
 OBJECTIVE = token_loss()
-Batch = dict[str, torch.Tensor]
 
 
 class Net(nn.Module):
@@ -78,16 +77,6 @@ def batches(start: int, number: int) -> list[Batch]:
 
 def loss(model: nn.Module, batch: Batch) -> Any:
     return OBJECTIVE(model(batch["x"]), batch)
-
-
-def big_batch(model: nn.Module, optimizer: torch.optim.Optimizer, given: Sequence[Batch]) -> float:
-    """The plain update of the whole global batch; the norm of its gradient."""
-    optimizer.zero_grad()
-    x, labels = (torch.cat([batch[name] for batch in given]) for name in ("x", "labels"))
-    F.cross_entropy(model(x), labels).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    return float(norm)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
+from big_batch import big_batch
 from ranks import run_ranks
-from test_fsdp import OBJECTIVE, adamw, batches, big_batch, failing, loss, net, window_over
+from test_fsdp import OBJECTIVE, adamw, batches, failing, loss, net, window_over
 from wholebatch import UpdateWindow
 from wholebatch.errors import PoisonedWindowError, StaleGradientsError, UnsupportedError
 

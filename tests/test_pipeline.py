@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +22,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
+from big_batch import Batch, big_batch, mean_loss, pad
 from ranks import run_ranks
 from wholebatch import UpdateWindow, plan_batch, token_loss
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
@@ -39,7 +39,6 @@ SCHEDULES: dict[str, type] = {
     "ZBV": ScheduleZBVZeroBubble,
 }
 SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBV")
-Batch = dict[str, torch.Tensor]
 
 
 def layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
@@ -59,15 +58,6 @@ def batches(start: int, number: int, *, dtype: torch.dtype = torch.float64) -> l
         x = torch.randn(3, 6, generator=generator, dtype=torch.float64)
         made.append({"x": x.to(dtype), "labels": labels})
     return made
-
-
-def big_batch(model: nn.Module, optimizer: torch.optim.Optimizer, given: Sequence[Batch]) -> float:
-    optimizer.zero_grad()
-    x, labels = (torch.cat([batch[name] for batch in given]) for name in ("x", "labels"))
-    F.cross_entropy(model(x), labels).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    return float(norm)
 
 
 def make_optimizer(parameters: Any, kind: str) -> torch.optim.Optimizer:
@@ -219,8 +209,7 @@ def skipped(rank: int, ranks: int) -> list[Any]:
     whole_model = nn.Sequential(*wanted)
     window.run(batches(0, 2))
     plain = make_optimizer(whole_model.parameters(), "sgd")
-    x, labels = (torch.cat([b[name] for b in batches(0, 2)]) for name in ("x", "labels"))
-    F.cross_entropy(whole_model(x), labels).backward()
+    mean_loss(whole_model, batches(0, 2)).backward()
     plain.step()
     return [record.outcome, record.reason, distance(own, wanted[2 * rank : 2 * rank + 2])]
 
@@ -292,17 +281,6 @@ def test_what_a_schedule_cannot_do_is_refused_before_it_begins() -> None:
 
 def padded(rank: int, ranks: int) -> float:
     """Ragged micro-batches, brought to one shape: rows of padding without labels."""
-
-    def pad(given: Sequence[Batch]) -> list[Batch]:
-        longest = max(len(batch["x"]) for batch in given)
-        return [
-            {
-                "x": F.pad(batch["x"], (0, 0, 0, longest - len(batch["x"]))),
-                "labels": F.pad(batch["labels"], (0, longest - len(batch["labels"])), value=-100),
-            }
-            for batch in given
-        ]
-
     window, own = window_of(rank, ranks, pad=pad)
     ragged = batches(0, 3)
     ragged[1] = {name: part[:1] for name, part in ragged[1].items()}
@@ -310,8 +288,7 @@ def padded(rank: int, ranks: int) -> float:
     wanted = layers()
     whole_model = nn.Sequential(*wanted)
     plain = make_optimizer(whole_model.parameters(), "sgd")
-    x, labels = (torch.cat([b[name] for b in ragged]) for name in ("x", "labels"))
-    F.cross_entropy(whole_model(x), labels).backward()
+    mean_loss(whole_model, ragged).backward()
     plain.step()
     return distance(own, wanted[2 * rank : 2 * rank + 2])
 

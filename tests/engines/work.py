@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from big_batch import Batch, mean_loss
 
 CLIP = 0.25  # within the norms of the cases, 0.12 to 0.44: some updates are clipped and some are not
 WIDTH = 8
-Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,18 +74,6 @@ def global_batch(update: int, case: Case, replicas: int) -> list[list[Batch]]:
     ]
 
 
-def pad(given: Sequence[Batch]) -> list[Batch]:
-    """Micro-batches of one size: what is added has no label."""
-    longest = max(len(batch["x"]) for batch in given)
-    return [
-        {
-            "x": F.pad(batch["x"], (0, 0, 0, longest - len(batch["x"]))),
-            "labels": F.pad(batch["labels"], (0, longest - len(batch["labels"])), value=-100),
-        }
-        for batch in given
-    ]
-
-
 def make_optimizer(parameters: object, kind: str) -> torch.optim.Optimizer:
     if kind == "adamw":
         return torch.optim.AdamW(parameters, lr=0.01)  # type: ignore[arg-type]
@@ -104,9 +91,8 @@ def big_batches(case: Case, replicas: int, updates: int) -> list[tuple[Tensors, 
     found = []
     for update in range(updates):
         given = [batch for share in global_batch(update, case, replicas) for batch in share]
-        x, labels = (torch.cat([batch[name] for batch in given]) for name in ("x", "labels"))
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), labels)
+        loss = mean_loss(model, given)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         gradients = {

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import environments
-from problems import VOCABULARY, Case, loss_with
+from problems import VOCABULARY, Case, gradient_of_whole, loss_with
 from wholebatch.window import UpdateWindow
 
 CLIP = 0.05
@@ -198,17 +198,7 @@ class Truth:
         """The gradient of the whole global batch's mean, in float64, at the weights of the forwards."""
         model = type(self.engine.module)()
         model.double().load_state_dict(weights(self.deepspeed, self.engine))
-        held = [batch for of_rank in case.batches() for batch in of_rank]
-        sums, items = [], 0.0
-        for batch in held:  # one by one only because the tiny model may branch by their number of samples
-            loss, number = case.objective()(model(batch["input_ids"]), batch)
-            sums.append(loss)
-            items += float(number)
-        (torch.stack(sums).sum() / items).backward()
-        return {
-            name: torch.zeros_like(one) if one.grad is None else one.grad
-            for name, one in model.named_parameters()
-        }
+        return gradient_of_whole(model, case)
 
 
 def case_of(shape: str, seed: int = 0) -> Case:

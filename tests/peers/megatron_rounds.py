@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import environments
-from problems import VOCABULARY, Case, TinyLanguageModel, watch_gradients
+from problems import VOCABULARY, Case, TinyLanguageModel, gradient_of_whole, watch_gradients
 from wholebatch.window import UpdateWindow
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -241,14 +241,4 @@ class Truth:
         """The gradient of the whole global batch's mean, in float64."""
         model = type(self.model)(dtype=torch.float64)
         model.load_state_dict({key: value.detach().double() for key, value in at.items()})
-        sums, count = [], 0.0
-        # one by one only because a model may branch by its number of samples
-        for batch in (batch for of_rank in case.batches() for batch in of_rank):
-            total, items = case.objective()(model(batch["input_ids"]), batch)
-            sums.append(total)
-            count += float(items)
-        (torch.stack(sums).sum() / count).backward()
-        return {
-            name: torch.zeros_like(one) if one.grad is None else one.grad
-            for name, one in model.named_parameters()
-        }
+        return gradient_of_whole(model, case)

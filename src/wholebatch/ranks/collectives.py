@@ -199,6 +199,8 @@ def held_by_some(parameters: Sequence[nn.Parameter], ranks_with: Sequence[float]
     Args:
         parameters: in the same order on every rank.
         ranks_with: how many ranks have a gradient of each.
+
+    Exactness: no arithmetic; the gradients themselves.
     """
     gradients: list[Tensor] = []
     for parameter, holders in zip(parameters, ranks_with, strict=True):

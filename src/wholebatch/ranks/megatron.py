@@ -88,7 +88,7 @@ class MegatronRanks(SeveralRanks):
             if any(base.__module__.startswith("megatron.") for base in type(one).__mro__):
                 raise UnsupportedError(
                     f"{type(one).__name__} is an optimizer of Megatron's own, which scales, clips and "
-                    f"steps on copies that the window does not know, and is made for CUDA devices only; "
+                    f"steps on copies that the window does not know, and is made for one vendor's devices; "
                     f"give a torch optimizer over model.parameters()"
                 )
 

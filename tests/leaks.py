@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -114,8 +115,9 @@ def _children() -> frozenset[int]:
     """Child processes, but for the fork server and the resource tracker, which serve all tests."""
     servants = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
     found = {child.pid for child in multiprocessing.active_children()}
-    for tasks in Path("/proc/self/task").glob("*/children"):  # Linux only; elsewhere the line above
-        found |= {int(pid) for pid in tasks.read_text().split()}
+    for children in Path("/proc/self/task").glob("*/children"):  # Linux only; elsewhere the line above
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile, with no child
+            found |= {int(pid) for pid in children.read_text().split()}
     return frozenset(pid for pid in found - servants if pid is not None)
 
 

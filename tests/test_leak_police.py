@@ -72,6 +72,11 @@ def test_a_child_process_is_seen():
     assert leaks.leaks_since(before) == []
 
 
+def test_a_thread_that_ends_while_it_is_looked_at_is_no_problem(monkeypatch, tmp_path):
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([tmp_path / "ended" / "children"]))
+    assert leaks.leaks_since(leaks.look()) == []
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -18,8 +18,8 @@ from wholebatch.record import Counters, Evaluation
 from wholebatch.replay import RandomState
 from wholebatch.result import losses_by_term, whole
 from wholebatch.train.cutting import cut_by_tokens
+from wholebatch.train.layouts.cut import reshard
 from wholebatch.train.material import Batch, Samples
-from wholebatch.train.parallel import reshard
 from wholebatch.train.parts import Job
 
 # Samples whose lengths are looked at together, where tokens bound a micro-batch.

@@ -28,8 +28,8 @@ from wholebatch.train import facts
 from wholebatch.train.advice import how_to_resume
 from wholebatch.train.display import Display
 from wholebatch.train.hyperparameters import refuse_other_state
+from wholebatch.train.layouts.cut import whole_state
 from wholebatch.train.models.export import export_model
-from wholebatch.train.parallel import whole_state
 from wholebatch.train.parts import Job
 from wholebatch.train.proof import proof_words, prove_first_batch
 from wholebatch.train.resuming import (

@@ -21,10 +21,11 @@ from wholebatch.replay import seed_all
 from wholebatch.train.cutting import refuse_too_long
 from wholebatch.train.data import load_data
 from wholebatch.train.data.store import TokenSamples, content_digest
+from wholebatch.train.layouts.check import check_parallel
+from wholebatch.train.layouts.cut import is_cut, parallel_model
 from wholebatch.train.material import Batch, JobData, JobModel, on_device
 from wholebatch.train.models.choose import build_model, check_model_settings
 from wholebatch.train.optimize import check_optimizer, make_optimizer, parameter_groups
-from wholebatch.train.parallel import check_parallel, is_cut, parallel_model
 from wholebatch.train.precision import autocast, check_precision, make_scaler
 from wholebatch.train.schedule import check_schedule, make_schedule
 from wholebatch.train.settings import BatchConfig, TrainConfig

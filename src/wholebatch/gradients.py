@@ -107,11 +107,11 @@ def read_scalars(values: Sequence[Tensor | int | float]) -> list[float]:
         Their values in order; those of a device pass through float64.
     """
     away = [value for value in values if isinstance(value, Tensor) and not value.is_cpu]
-    read = iter(read_stacked(away) if away else ())
-    # what lies on the host already would only be slowed down by stacking
+    if not away:  # what lies on the host already would only be slowed down by stacking
+        return [float(value.item() if isinstance(value, Tensor) else value) for value in values]
+    read = iter(read_stacked(away))
     return [
-        float(value.item() if value.is_cpu else next(read)) if isinstance(value, Tensor) else float(value)
-        for value in values
+        next(read) if isinstance(value, Tensor) and not value.is_cpu else float(value) for value in values
     ]
 
 

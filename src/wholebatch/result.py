@@ -164,6 +164,6 @@ def without_graph(loss: LossSum) -> LossSum:
     Exactness: no arithmetic; the same values.
     """
     held = loss.loss_sum
-    if held.grad_fn is not None and held._base is None:
+    if not held.is_leaf and not held._is_view():
         return LossSum(held.detach_(), loss.num_items)
     return LossSum(held.detach(), loss.num_items)

@@ -179,11 +179,15 @@ def _watched(parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -
     Not the weights that a forward itself shortens to a largest norm; once or twice comes to the same.
     """
     found = {id(parameter): parameter for parameter in parameters}
+    shortened: list[int] = []
     for module in modules:
+        if not module._parameters:
+            continue
         for parameter in module._parameters.values():
             if parameter is not None:
                 found.setdefault(id(parameter), parameter)
-    for module in modules:
         if isinstance(module, _LOOKUPS) and module.max_norm is not None:
-            found.pop(id(module.weight), None)
+            shortened.append(id(module.weight))
+    for weight in shortened:
+        found.pop(weight, None)
     return list(found.values())

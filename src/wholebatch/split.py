@@ -59,7 +59,7 @@ def num_samples(batch: Any) -> int:
 
 def is_packed(batch: Any) -> bool:
     """Whether a batch is a packed row, in which samples follow each other in dimension 1."""
-    return isinstance(batch, Mapping) and SAMPLE_LENGTHS in batch
+    return (type(batch) is dict or isinstance(batch, Mapping)) and SAMPLE_LENGTHS in batch
 
 
 def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
@@ -116,7 +116,7 @@ def like_mapping(mapping: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[A
 def _of_plain_dict(batch: dict[Any, Any]) -> int | None:
     """Samples of the batch that nearly everybody has, a dict of tensors of one length; else ``None``."""
     lengths = {
-        len(part) if isinstance(part, torch.Tensor) and part.ndim else None for part in batch.values()
+        part.shape[0] if isinstance(part, torch.Tensor) and part.ndim else None for part in batch.values()
     }
     return lengths.pop() if len(lengths) == 1 else None
 

@@ -249,4 +249,4 @@ def _on_host(ids: Any) -> Any:
 
 
 def _has_sample_ids(batch: Any) -> bool:
-    return isinstance(batch, Mapping) and batch.get("sample_ids") is not None
+    return (type(batch) is dict or isinstance(batch, Mapping)) and batch.get("sample_ids") is not None

@@ -11,6 +11,9 @@ from torch import nn
 from wholebatch.ranks.base import Ranks
 
 
+_HOLDS_NOTHING_BACK = nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class _Known:
     sums: list[float]
@@ -35,7 +38,7 @@ class SingleRank(Ranks):
         pass
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        return nullcontext()
+        return _HOLDS_NOTHING_BACK
 
     def check_forward(self) -> None:
         pass

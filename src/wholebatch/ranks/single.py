@@ -10,7 +10,6 @@ from torch import nn
 
 from wholebatch.ranks.base import Ranks
 
-
 _HOLDS_NOTHING_BACK = nullcontext()
 
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from ranks import run_ranks
 from wholebatch import UpdateWindow, token_loss
 from wholebatch.errors import UnsupportedError, WindowUsageError
+from wholebatch.plan import plan_batch
 
 OBJECTIVE = token_loss()
 Batch = dict[str, torch.Tensor]
@@ -75,10 +76,12 @@ def test_the_error_is_that_of_the_big_batch(micro_batches: int) -> None:
 
 def test_a_few_micro_batches_are_added_up_as_they_are_unless_asked() -> None:
     held = batches(4)
-    left, _ = moved(net(), held)
+    left, few = moved(net(), held)
     narrow, _ = moved(net(), held, accumulate_in=torch.bfloat16)
+    assert few.accumulated_in == "bfloat16"
     wide, record = moved(net(), held, accumulate_in=torch.float32, clip_grad_norm=0.01)
     assert torch.equal(left, narrow)
+    assert record.accumulated_in == record.to_dict()["accumulated_in"] == "float32"
     assert record.gradient_norm_after_clip == pytest.approx(0.01, rel=1e-3)
     assert float(wide.norm()) == pytest.approx(0.01, rel=1e-2)
 
@@ -130,21 +133,55 @@ def on_two_ranks(rank: int, ranks: int) -> list[Any]:
     ]
 
 
-def with_a_hook(rank: int, ranks: int) -> str:
-    model = nn.parallel.DistributedDataParallel(net())
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
+def refused_when_made(rank: int, ranks: int) -> dict[str, str]:
+    """What DDP's own reducer or a hook can't do with wide gradients, told before an update runs."""
+    plan = plan_batch(global_batch_samples=24, micro_batch_samples=2, ranks=ranks)
+    told = {}
+
+    def made(name: str, model: nn.Module, **options: Any) -> UpdateWindow | None:
+        try:
+            return UpdateWindow(
+                model, torch.optim.SGD(model.parameters(), lr=1.0), OBJECTIVE, plan=plan, **options
+            )
+        except UnsupportedError as error:
+            told[name] = str(error)
+            return None
+
+    def ddp(model: nn.Module, *, hook: bool = False, **options: Any) -> nn.Module:
+        wrapped = nn.parallel.DistributedDataParallel(model, **options)
+        if hook:
+            wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+        return wrapped
+
+    sparse = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)).bfloat16()
+    made("hook", ddp(net(), hook=True))
+    made("static", ddp(net(), static_graph=True))
+    made("sparse", ddp(sparse))
     held = batches(12)[rank::ranks]
-    with pytest.raises(UnsupportedError) as caught:
-        moved(model, held)
-    narrow = nn.parallel.DistributedDataParallel(net())
-    narrow.register_comm_hook(None, default_hooks.allreduce_hook)
-    assert moved(narrow, held, accumulate_in=torch.bfloat16)[1].outcome == "applied"
-    return str(caught.value)
+    narrow = made("narrow hook", ddp(net(), hook=True), accumulate_in=torch.bfloat16)
+    assert narrow is not None
+    assert narrow.run(held, loss).outcome == "applied"
+    # what is frozen adds nothing up, so nothing has to go past DDP's own reduction
+    model = nn.Sequential(nn.Linear(8, 8).bfloat16().requires_grad_(False), Wider(), nn.Linear(8, 4))
+    adapters = made("adapters", ddp(model, hook=True))
+    assert adapters is not None
+    assert adapters.run(held, loss).accumulated_in == "float32"
+    return told
+
+
+class Wider(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
 
 
 @pytest.mark.slow
-def test_a_communication_hook_is_not_gone_past_in_silence() -> None:
-    assert all("goes past DDP's communication hook" in told for told in run_ranks(with_a_hook, 2))
+def test_what_wide_gradients_would_go_past_is_refused_when_the_window_is_made() -> None:
+    for told in run_ranks(refused_when_made, 2):
+        assert told.keys() == {"hook", "static", "sparse"}
+        assert "goes past DDP's communication hook" in told["hook"]
+        assert "needs its first backward reduced by its own reducer" in told["static"]
+        assert "0.weight has a sparse gradient" in told["sparse"]
+        assert all("accumulate_in=torch.bfloat16 to add up in" in words for words in told.values())
 
 
 @pytest.mark.slow
@@ -162,7 +199,8 @@ def sharded(rank: int, ranks: int) -> list[Any]:
         model = net(dtype)
         fully_shard(model, mp_policy=policy)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        return UpdateWindow(model, optimizer, OBJECTIVE, **options).run(held[rank::ranks], loss)
+        record = UpdateWindow(model, optimizer, OBJECTIVE, **options).run(held[rank::ranks], loss)
+        return record.outcome, record.accumulated_in
 
     narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -174,9 +212,9 @@ def sharded(rank: int, ranks: int) -> list[Any]:
             over(policy, dtype, reduce=reduce)
         told.append(str(caught.value))
     told += [
-        over(wide, torch.float32, reduce="per_update").outcome,
-        over(wide, torch.float32, reduce="per_micro_batch").outcome,
-        over(narrow, torch.float32, reduce="per_update", accumulate_in=torch.bfloat16).outcome,
+        over(wide, torch.float32, reduce="per_update"),
+        over(wide, torch.float32, reduce="per_micro_batch"),
+        over(narrow, torch.float32, reduce="per_update", accumulate_in=torch.bfloat16),
     ]
     return told
 
@@ -187,4 +225,4 @@ def test_shards_that_would_add_up_narrow_are_refused() -> None:
         assert "would be added up in bfloat16" in held_back
         assert "reduce_dtype=torch.float32" in held_back
         assert "adds sharded gradients up in the dtype of the parameters" in shards
-        assert outcomes == ["applied"] * 3
+        assert outcomes == [("applied", dtype) for dtype in ("float32", "float32", "bfloat16")]

@@ -88,6 +88,9 @@ def broken():
 def rich_tuple():
     return model, loss_fn, batch, {"splits": [[2, 4]], "clip_grad_norm": 0.1}
 
+def means():
+    return model, loss_fn, batch, {"splits": [[2, 4]], "weighting": "micro_batch_means"}
+
 def as_dict():
     return {"model": model, "loss_fn": loss_fn, "batch": [(x, y) for x, y in zip(*batch)],
             "collate": lambda samples: tuple(map(torch.stack, zip(*samples))),
@@ -172,6 +175,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("their_module:as_dict", 0),
         ("their_module:ready", 0),
         ("their_module:broken", 1),
+        ("their_module:means", 1),
     ],
 )
 def test_targets_and_exit_codes(target: str, code: int, capsys: Capture) -> None:
@@ -195,7 +199,7 @@ def test_targets_and_exit_codes(target: str, code: int, capsys: Capture) -> None
         (
             "their_module:fails",
             3,
-            "failed with ValueError: no data on this machine, at their_module.py:44, in fails",
+            "failed with ValueError: no data on this machine, at their_module.py:47, in fails",
         ),
         ("their_module:leaves", 3, "their_module:leaves() failed with sys.exit(0), at their_module.py"),
         ("their_module:leaving_loss", 3, "failed on the whole batch with sys.exit(0), at their_module.py"),

@@ -90,6 +90,17 @@ def test_the_facts_are_there(folder: Path) -> None:
     assert ", done 20" in line_with(text, "began 20")
 
 
+def test_what_gradients_were_added_up_in_is_told(tmp_path: Path) -> None:
+    for name, dtypes in {"one": ["float32"] * 2, "two": ["bfloat16", "float32"]}.items():
+        with RunLog(tmp_path / name, a_header()) as log:
+            for number, dtype in enumerate(dtypes, 1):
+                log.write(a_record(number, accumulated_in=dtype))
+    assert line_with(rendered(tmp_path / "one"), "added up in") == "added up in float32"
+    told = "added up in bfloat16 in 1 update, float32 in 1 update"
+    assert line_with(rendered(tmp_path / "two"), "added up in") == told
+    assert run_summary(read_run(tmp_path / "two"))["accumulated_in"] == {"bfloat16": 1, "float32": 1}
+
+
 def test_the_last_updates_are_listed(folder: Path) -> None:
     text = rendered(folder)
     assert line_with(text, "8 ") == "8 partial 5 100 2.0000 1.2500 0.003 0.500"

@@ -45,7 +45,9 @@ class WideGradients:
             ``torch.float16``, never; ``None``, in float32 where more than 4 micro-batches are added up.
 
     Attributes:
-        dtype: what gradients are added up in, where they are.
+        dtype: what gradients are added up in, where they are kept wide.
+        added_up_in: the name of the narrowest dtype that a gradient of this update is added up in, kept
+            wide or not; None where nobody told.
 
     Raises:
         WindowUsageError: another dtype.
@@ -64,6 +66,7 @@ class WideGradients:
         self._asked = accumulate_in is not None
         self.dtype = accumulate_in or torch.float32
         self._narrower = _NARROWER[self.dtype]
+        self.added_up_in: str | None = None
         self._found: list[tuple[nn.Parameter, torch.dtype | None]] = []
 
     @property
@@ -77,19 +80,30 @@ class WideGradients:
         return min((torch.finfo(parameter.dtype).max for parameter, _ in self._found), default=math.inf)
 
     def wanted(self, dtypes: Iterable[torch.dtype], *, micro_batches: float) -> torch.dtype | None:
-        """The first of ``dtypes`` that is too narrow to add up in, or None.
+        """The narrowest of ``dtypes`` where it is too narrow to add up in, else None.
 
         Args:
             dtypes: what gradients would be added up in otherwise.
             micro_batches: the most that any rank has in one window.
         """
+        narrowest = self._note(dtypes)
         if not self._asked and micro_batches <= MICRO_BATCHES_IN_OWN_DTYPE:
             return None
-        return next((dtype for dtype in dtypes if dtype in self._narrower), None)
+        return narrowest if narrowest in self._narrower else None
+
+    def _note(self, dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+        """The narrowest of ``dtypes``, which is told as what is added up in."""
+        narrowest = max(set(dtypes), key=_eps, default=None)
+        self.added_up_in = None if narrowest is None else _name(narrowest)
+        return narrowest
 
     def wanted_for(self, parameters: Iterable[nn.Parameter], *, micro_batches: float) -> torch.dtype | None:
         """The same for gradients that are added up in the dtype of their parameter."""
-        return self.wanted(map(_DTYPE, parameters), micro_batches=micro_batches)
+        # What is frozen, such as a base under adapters, adds nothing up.
+        learning = [p for p in parameters if p.requires_grad]
+        narrow = self.wanted(map(_DTYPE, learning), micro_batches=micro_batches)
+        self._note(p.grad_dtype or p.dtype for p in learning)  # some may be kept wide by their user
+        return narrow
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """Have autograd keep the gradients of ``parameters`` wide from the next backward on.
@@ -103,6 +117,8 @@ class WideGradients:
             if parameter.requires_grad and (found is None or found in self._narrower):
                 self._found.append((parameter, found))
                 parameter.grad_dtype = self.dtype
+        if self._found:
+            self.added_up_in = _name(self.dtype)
 
     @torch.no_grad()
     def deliver(self, parameters: Sequence[nn.Parameter], factor: float) -> float:
@@ -177,6 +193,10 @@ DEEPSPEED = (
     "DeepSpeed adds gradients up in the dtype of its model; say "
     '"data_types": {"grad_accum_dtype": "fp32"} in its configuration'
 )
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 def _name(dtype: torch.dtype) -> str:

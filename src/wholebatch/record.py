@@ -77,6 +77,8 @@ class UpdateRecord:
         reductions: gradient reductions that this rank issued in this update; 0 on one process.
         weighting: "items": each counts 1/N. "micro_batch_means": the mean over micro-batches of their own
             means was differentiated, which is not equal to the big batch; ``loss_per_item`` is as ever.
+        accumulated_in: the narrowest dtype that this rank added the gradients of micro-batches up in, such
+            as "float32"; None where nobody told.
         partial: True when the global batch has fewer samples than the plan says.
         seconds: wall time from entering the update, before its items are counted, to the end of the
             finish.
@@ -101,6 +103,7 @@ class UpdateRecord:
     learning_rates: Sequence[float | None] = field(default_factory=list)
     reductions: int = 0
     weighting: Weighting = "items"
+    accumulated_in: str | None = None
     partial: bool = False
     samples_left_out: int = 0
     peak_memory_bytes: list[int] | None = None

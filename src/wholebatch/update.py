@@ -416,7 +416,7 @@ class Update:
         # a reduction may put its own tensors in the place of gradients, which covers that trace
         weightless = self._turn < 0
         covers = ranks.synchronises or len(self._losses) == len(self._held) - 1
-        if snapshot.gradients.changed(whole=covers):
+        if snapshot.gradients.changed(whole=covers) or ranks.gradients_written():
             self._refuse(GRADIENTS_CHANGED)
         roots = [
             (given.loss_sum, self._seed(term, given, weightless))
@@ -448,7 +448,8 @@ class Update:
         if finish.rate_marks() != self._rate_marks:
             return "a learning rate was changed"
         # parameters first: a step writes them, and may write gradients too
-        return snapshot.changed() or (GRADIENTS_CHANGED if snapshot.gradients.changed() else None)
+        written = snapshot.gradients.changed() or self._window.ranks.gradients_written()
+        return snapshot.changed() or (GRADIENTS_CHANGED if written else None)
 
     def _refuse(self, changed: str | None) -> None:
         if changed:
@@ -689,6 +690,7 @@ class Update:
             learning_rates=self._learning_rates,
             reductions=window.ranks.reductions,
             weighting=window.weighting,
+            accumulated_in=finish.wide.added_up_in,
             partial=planned is not None and total.samples + total.samples_left_out < planned,
             samples_left_out=total.samples_left_out,
             seconds=perf_counter() - self._started,

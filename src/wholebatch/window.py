@@ -146,6 +146,7 @@ class UpdateWindow:
         ranks.check_parameters(finish.parameters)
         if plan is not None:
             ranks.check_plan(plan)
+        ranks.widens(finish.wide, finish.parameters, getattr(plan, "micro_batches_per_window", None) or 1)
         if plan is not None and plan.replicas != ranks.num_replicas:
             raise WindowUsageError(
                 f"the plan has {plan.replicas} replicas and {ranks.num_replicas} are running; plan with "

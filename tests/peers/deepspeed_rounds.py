@@ -68,6 +68,8 @@ def deepspeed_here(rank: int, n: int) -> Any:
     warnings.simplefilter("ignore")
     import deepspeed
 
+    # its own collectives for a CPU, which its first start would compile; gloo's do as well here
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # it has fp16 for accelerators alone; the few operations here run on a CPU too
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     return deepspeed

@@ -104,6 +104,34 @@ def exceptional(rank: int, n: int, stage: int) -> dict[str, Any]:
     except (ZeroDivisionError, OtherRankFailedError) as error:
         found["failed"] = type(error).__name__
     found["again"] = truth.update(window, case, rank)
+
+    # what a loop of its own does beside the window: it is seen, or comes to nothing
+    def beside(call: Any) -> Any:
+        def loop(model: Any, batch: Any) -> Any:
+            given = loss(model, batch)
+            turns.append(1)
+            if len(turns) == 2:
+                call(given[0])
+            return given
+
+        turns.clear()
+        return loop
+
+    calls = {
+        "backward": lambda given: engine.backward(given, retain_graph=True),
+        "zero_grad": lambda _: engine.optimizer.zero_grad(),
+    }
+    for name, call in calls.items():
+        try:
+            found[name] = window.run(case.batches()[rank], beside(call)).outcome
+        except WholebatchError as error:
+            found[name] = str(error)
+    found["step"] = truth.update(window, case, rank, beside(lambda _: engine.step()))
+    engine.destroy()
+    try:
+        found["destroyed"] = window.run(case.batches()[rank], loss).outcome
+    except WholebatchError as error:
+        found["destroyed"] = str(error)
     engine = start(deepspeed, config_of(stage))
     truth = Truth(deepspeed, engine)
     window = UpdateWindow(engine, engine.optimizer, case.objective())
@@ -157,7 +185,12 @@ def test_failures_skips_and_late_denominators_leave_exact_updates(stage: int) ->
     results = run_ranks(exceptional, 2, stage, timeout_s=150)
     assert [found["failed"] for found in results] == ["OtherRankFailedError", "ZeroDivisionError"]
     for found in results:
-        assert found["again"]["gradient"] < 4 * EPS["bf16" if stage == 1 else "fp32"]
+        for name in ("again", "step"):
+            assert found[name]["gradient"] < 4 * EPS["bf16" if stage == 1 else "fp32"], name
+        assert "gradients were written or cleared" in found["backward"]
+        # stage 2 has handed over what it reduced, and clears nothing of that
+        assert ("gradients were written or cleared" in found["zero_grad"]) is (stage != 2)
+        assert ("the DeepSpeed engine was destroyed" in found["destroyed"]) is (stage > 1)
         assert found["traffic"].reductions == (1 if stage < 2 else 3)
         exact = [found["after skip"], found["provisional"], *found["unused"]]
         for one in exact:

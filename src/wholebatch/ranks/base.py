@@ -193,18 +193,23 @@ class Ranks(ABC):
         """Take in what the ranks told each other: whether their micro-batches differ in number,
         how many ranks have none, and whether some rank needs a reset."""
 
-    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
-        """Have gradients added up with enough digits, before the first backward of an update.
+    def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:
+        """Whether gradients have to be kept wider than the engine would by itself.
 
         Args:
-            wide: keeps those of narrow parameters wide, where the engine leaves them in ``.grad``.
+            wide: knows what is wide enough.
             parameters: of the optimizers.
-            micro_batches: the most that any rank has.
+            micro_batches: the most that any rank has, or will have by the plan.
 
         Raises:
-            UnsupportedError: the engine adds up in too few digits, and can't otherwise.
+            UnsupportedError: they have to, and the engine can't; when the window is made, where that is
+                known by then.
         """
-        if wide.wanted_for(parameters, micro_batches=micro_batches):
+        return wide.wanted_for(parameters, micro_batches=micro_batches) is not None
+
+    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
+        """Have gradients added up with enough digits, before the first backward of an update."""
+        if self.widens(wide, parameters, micro_batches):
             wide.begin(parameters)
 
     @abstractmethod
@@ -230,6 +235,11 @@ class Ranks(ABC):
     @abstractmethod
     def check_forward(self) -> None:
         """Refuse before a backward that would not reduce although it should."""
+
+    def gradients_written(self) -> bool:
+        """Whether somebody else wrote gradients where the engine keeps them, other than in ``.grad``, since
+        its last backward or the start of the update."""
+        return False
 
     def check_window(self, batches: Sequence[Any]) -> None:  # noqa: B027 - as above
         """Take in a rank's micro-batches, where ``runs_windows``; refuse what the schedule can't run."""

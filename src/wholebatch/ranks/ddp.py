@@ -47,6 +47,8 @@ _AVERAGING_HOOKS = (
     default_hooks.fp16_compress_hook,
     default_hooks.bf16_compress_hook,
 )
+_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+_OWN_DTYPE = "give the window accumulate_in=torch.bfloat16 to add up in the parameters' own dtype"
 
 
 class DDPRanks(SeveralRanks):
@@ -130,24 +132,30 @@ class DDPRanks(SeveralRanks):
                 "leave static_graph off"
             )
 
-    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
-        if not wide.wanted_for(parameters, micro_batches=micro_batches):
-            return
+    def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:
+        if not super().widens(wide, parameters, micro_batches):
+            return False
         if self.warming_up:
             raise UnsupportedError(
-                "DDP(static_graph=True) needs its first backward reduced by its own reducer, which takes "
-                "no gradients of another dtype than the parameters'; leave static_graph off, or give the "
-                "window accumulate_in=torch.bfloat16 to add up in the parameters' own dtype"
+                f"DDP(static_graph=True) needs its first backward reduced by its own reducer, which takes "
+                f"no gradients of another dtype than the parameters'; leave static_graph off, or "
+                f"{_OWN_DTYPE}"
             )
         if self._model._comm_hooks and not self._always_after:
             raise UnsupportedError(
-                "gradients of half-precision parameters are added up in float32 and reduced after "
-                "agreement, which goes past DDP's communication hook; leave the hook off, or give the "
-                "window accumulate_in=torch.bfloat16 to add up in the parameters' own dtype"
+                f"gradients of half-precision parameters are added up in float32 and reduced after "
+                f"agreement, which goes past DDP's communication hook; leave the hook off, or {_OWN_DTYPE}"
             )
-        # The reducer refuses gradients of another dtype than the parameters': reduce after agreement.
-        self.reduces_at_the_end, self.divisor = True, 1.0
-        wide.begin(parameters)
+        for name, module in self._model.module.named_modules():
+            if isinstance(module, _LOOKUPS) and module.sparse and module.weight.requires_grad:
+                raise UnsupportedError(_sparse(f"{name}.weight", widened=True))
+        return True
+
+    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
+        if self.widens(wide, parameters, micro_batches):
+            # The reducer refuses gradients of another dtype than the parameters': reduce after agreement.
+            self.reduces_at_the_end, self.divisor = True, 1.0
+            wide.begin(parameters)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -187,10 +195,8 @@ class DDPRanks(SeveralRanks):
     def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
         for name, parameter in self._among(parameters):
             if parameter.grad is not None and parameter.grad.is_sparse:
-                raise UnsupportedError(
-                    f"{name} has a sparse gradient, which the reduction after agreement can't add up; use "
-                    f'sparse=False, or reduce="per_update" with a micro-batch on every rank'
-                )
+                wide = parameter.grad.dtype != parameter.dtype
+                raise UnsupportedError(_sparse(name, widened=wide))
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         gradients = self._present_on_any_rank(parameters)
@@ -339,6 +345,15 @@ class DDPRanks(SeveralRanks):
         named = self._among(parameters)
         holders = self.total([float(p.grad is not None) for _, p in named]).wait()
         return held_by_some([parameter for _, parameter in named], holders)
+
+
+def _sparse(name: str, *, widened: bool) -> str:
+    """What is wrong with a sparse gradient that DDP itself can't reduce, and the way out."""
+    way = _OWN_DTYPE if widened else 'reduce="per_update" with a micro-batch on every rank'
+    return (
+        f"{name} has a sparse gradient, which the reduction after agreement can't add up; use "
+        f"sparse=False, or {way}"
+    )
 
 
 def _trainable(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:

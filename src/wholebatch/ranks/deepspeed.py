@@ -64,7 +64,8 @@ class DeepSpeedRanks(SeveralRanks):
         self.patience_s = PATIENCE_S if self.stage == 3 else None  # others may be gathering in a forward
         self.reduces_at_the_end = not self._per_micro_batch
         self._found: tuple[bool, bool | None] = (True, None)
-        self._forwarded = False
+        self._forwarded = self._last = False
+        self._mark: list[tuple[int, int]] = []
         self._known = {name: id(one) for name, one in trainable(engine.module)}
         self._refuse_untrained()
         hook = engine.register_forward_pre_hook(weakly(self._note_forward))
@@ -100,6 +101,7 @@ class DeepSpeedRanks(SeveralRanks):
         engine = self._engine
         self._found = (engine.enable_backward_allreduce, engine._is_gradient_accumulation_boundary)
         check_config(engine)
+        self._refuse_destroyed()
         self._refuse_other_parameters()
         if not self.held.is_empty():
             raise StaleGradientsError(
@@ -108,20 +110,23 @@ class DeepSpeedRanks(SeveralRanks):
             )
         self.reductions = 0
         self.held.begin()
+        self._mark = self.held.mark()
 
-    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:  # noqa: ARG002
+    def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:  # noqa: ARG002
         _, added_up_in = self._engine.get_data_types()
         if narrow := wide.wanted([added_up_in], micro_batches=micro_batches):
             raise UnsupportedError(too_narrow(narrow, DEEPSPEED))
+        return False
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         engine = self._engine
-        self._forwarded = False
+        self._forwarded, self._last = False, last
         self.synchronises = self._per_micro_batch
         try:
             engine.enable_backward_allreduce = self._per_micro_batch
-            engine.set_gradient_accumulation_boundary(self._per_micro_batch and last)
+            # Told in the backward alone, so that a step of the loop's own does nothing.
+            engine.set_gradient_accumulation_boundary(False)
             yield
         finally:
             self.synchronises = False
@@ -141,8 +146,14 @@ class DeepSpeedRanks(SeveralRanks):
         # leave the range of a half-precision loss.
         terms = [(_wide(loss) * _wide(seed)).sum() for loss, seed in roots]
         total: Tensor = torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+        self._engine.set_gradient_accumulation_boundary(self._per_micro_batch and self._last)
         self._engine.backward(total, scale_wrt_gas=False)
+        self._engine.set_gradient_accumulation_boundary(False)
         self.reductions += self._per_micro_batch
+        self._mark = self.held.mark()
+
+    def gradients_written(self) -> bool:
+        return self.held.mark() != self._mark
 
     def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
         if any(one.grad is not None and one.grad.is_sparse for one in parameters):
@@ -231,6 +242,14 @@ class DeepSpeedRanks(SeveralRanks):
                 f"{len(without)} trainable parameters are in no group of the DeepSpeed engine's optimizer "
                 f"({', '.join(without[:3])}); freeze them with requires_grad=False before "
                 f"deepspeed.initialize, or give them to the optimizer"
+            )
+
+    def _refuse_destroyed(self) -> None:
+        hooks = getattr(self._engine.optimizer, "_grad_acc_hooks", ())
+        if any(hook.id not in (hook.hooks_dict_ref() or ()) for hook in hooks):
+            raise WindowUsageError(
+                "the DeepSpeed engine was destroyed (engine.destroy()), and no longer hears of gradients; "
+                "initialise another, and build a window over that"
             )
 
     def _refuse_other_parameters(self) -> None:

@@ -45,6 +45,14 @@ class Held(ABC):
         """What this rank holds of the reduced gradient, as it will be stepped on, times the loss scale."""
 
     @abstractmethod
+    def waiting(self) -> list[Tensor]:
+        """Where gradients wait between two backwards, other than in ``.grad``."""
+
+    def mark(self) -> list[tuple[int, int]]:
+        """Changes whenever somebody writes what waits; reads no value."""
+        return [(id(one), one._version) for one in self.waiting()]
+
+    @abstractmethod
     def is_empty(self) -> bool:
         """Whether nothing is left of a backward outside the window."""
 
@@ -74,6 +82,9 @@ class InGrad(Held):
     def pieces(self) -> list[Tensor]:
         return [one.grad for one in self.parameters() if one.grad is not None]
 
+    def waiting(self) -> list[Tensor]:
+        return []
+
     def is_empty(self) -> bool:
         return all(one.grad is None for one in self.parameters())
 
@@ -96,6 +107,9 @@ class InWholeBuffer(Held):
             for j, gradient in enumerate(group)
             if has[i][j]
         ]
+
+    def waiting(self) -> list[Tensor]:
+        return list(self._optimizer.fp32_groups_gradients_flat)
 
     def is_empty(self) -> bool:
         return not any(map(any, self._optimizer.fp32_groups_has_gradients))
@@ -122,11 +136,22 @@ class InPartition(Held):
         groups = [group for group in self._optimizer.averaged_gradients.values() if group is not None]
         return [one for group in groups for one in group if not getattr(one, "_zero_padding", False)]
 
+    def waiting(self) -> list[Tensor]:
+        optimizer: Any = self._optimizer
+        groups = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
+        found = [one for group in groups if group is not None for one in group]
+        if not optimizer.partition_gradients:  # stage 2 lets go of these in its next forward
+            found += self._accumulated()
+        return found
+
+    def _accumulated(self) -> list[Tensor]:
+        found = (getattr(one, "grad_accum", None) for one in self.parameters())
+        return [one for one in found if one is not None]
+
     def is_empty(self) -> bool:
         optimizer: Any = self._optimizer
-        waiting = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
-        waiting += [getattr(one, "grad_accum", None) for one in self.parameters()]
-        return all(one is None for one in waiting)
+        groups = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
+        return all(one is None for one in groups) and not self._accumulated()
 
     def clear(self) -> None:
         optimizer: Any = self._optimizer
@@ -169,6 +194,15 @@ class InShards(Held):
     def pieces(self) -> list[Tensor]:
         groups = [group for group in self._optimizer.averaged_gradients.values() if group is not None]
         return [one for group in groups for one in group]
+
+    def waiting(self) -> list[Tensor]:
+        return [self._optimizer.grad_partitions_flat_buffer]
+
+    def mark(self) -> list[tuple[int, int]]:
+        # A zero_grad writes nothing and has the next backward overwrite what waits: by a number that each
+        # forward after a backward moves on.
+        optimizer: Any = self._optimizer
+        return [*super().mark(), (optimizer.micro_step_id + optimizer._epilogue_ran_this_backward, 0)]
 
     def is_empty(self) -> bool:
         return all(group is None for group in self._optimizer.averaged_gradients.values())

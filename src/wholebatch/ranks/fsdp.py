@@ -105,10 +105,11 @@ class FSDPRanks(ShardingRanks):
             group.gradient_divide_factor = None
             group.reshard()  # a forward without gradients may have left it gathered
 
-    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
+    def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:
         kept = SHARDED_FSDP2 if self._per_micro_batch else HELD_BACK_FSDP2
         if narrow := wide.wanted(self._accumulated_in(parameters), micro_batches=micro_batches):
             raise UnsupportedError(too_narrow(narrow, kept))
+        return False
 
     def _accumulated_in(self, parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
         """What gradients are added up in: held back, in the dtype of the reduction; else in the shards'."""

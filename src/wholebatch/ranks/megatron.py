@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wholebatch.accumulation import WideGradients, too_narrow
-from wholebatch.errors import ChangedInsideWindowError, PoisonedWindowError, UnsupportedError
+from wholebatch.errors import PoisonedWindowError, UnsupportedError
 from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.norms import careful_norm_of_parts, norm_of_parts
 from wholebatch.ranks.several import PATIENCE_S, SeveralRanks
@@ -118,11 +118,15 @@ class MegatronRanks(SeveralRanks):
         # A rank without a micro-batch has no backward in which it could reduce.
         self.reduces_at_the_end = not self._overlaps or ranks_without > 0
 
-    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
-        self._wide = wide
+    def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:
         kept = [_sums_of(parameter).dtype for parameter in parameters if parameter.requires_grad]
         if narrow := wide.wanted(kept, micro_batches=micro_batches):
             raise UnsupportedError(too_narrow(narrow, _NARROW))
+        return False
+
+    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
+        self._wide = wide
+        self.widens(wide, parameters, micro_batches)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -133,13 +137,8 @@ class MegatronRanks(SeveralRanks):
         finally:
             self.synchronises = False
 
-    def check_forward(self) -> None:
-        if self._versions() != self._mark:
-            raise ChangedInsideWindowError(
-                f"rank {self.rank}: Megatron's gradient buffers were written between two micro-batches of "
-                f"an update, as zero_grad_buffer() does; the window clears them, once an update. What the "
-                f"update did was rolled back"
-            )
+    def gradients_written(self) -> bool:
+        return self._versions() != self._mark
 
     def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().backward(roots)
@@ -147,9 +146,6 @@ class MegatronRanks(SeveralRanks):
             self._refuse_not_reached()
             self._finalize()
         self._note()
-
-    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: ARG002
-        self.check_forward()
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: ARG002
         if self._model.ddp_config.overlap_grad_reduce:

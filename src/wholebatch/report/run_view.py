@@ -161,6 +161,9 @@ def totals_table(run: Run, facts: dict[str, Any]) -> Table:
     share = facts["unsupervised_share"]
     table.add_row("unsupervised", "-" if share is None else f"{share:.1%} of positions")
     table.add_row("reductions", f"{facts['reductions']:,} of gradients, by one rank")
+    if known := facts["accumulated_in"]:
+        each = [f"{dtype} in {number_of(updates, 'update')}" for dtype, updates in known.items()]
+        table.add_row("added up in", Text(", ".join(each if len(each) > 1 else known)))
     speed = facts["items_per_second"]
     table.add_row("seconds", f"{facts['seconds']:,.1f}" + (f"; {speed:,.0f} items/s" if speed else ""))
     if facts["peak_memory_bytes"] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ def run_summary(run: Run) -> dict[str, Any]:
 
     ``unsupervised_share = 1 - items / positions`` and ``items_per_second = items / seconds`` over all
     updates; ``positions`` is 0, and the share None, where those of some update are not known.
-    ``loss_per_item`` gives that of the first and last update, and the lowest.
+    ``loss_per_item`` gives that of the first and last update, and the lowest; ``accumulated_in`` how many
+    updates added gradients up in each dtype.
     """
     counters = run.counters()
     known = all(r.positions for r in run.records if r.items)
@@ -36,6 +38,7 @@ def run_summary(run: Run) -> dict[str, Any]:
         "positions": positions,
         "unsupervised_share": unsupervised_share(counters.items, positions),
         "reductions": sum(r.reductions for r in run.records),
+        "accumulated_in": Counter(r.accumulated_in for r in run.records if r.accumulated_in is not None),
         "seconds": seconds,
         "items_per_second": counters.items / seconds if seconds else None,
         "loss_per_item": {

@@ -36,6 +36,7 @@ _OPTIONAL = (
     "make_optimizer",
     "clip_grad_norm",
     "accumulate_in",
+    "weighting",
     "coefficients",
     "objective",
     "collate",

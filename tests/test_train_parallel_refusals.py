@@ -12,6 +12,9 @@ from wholebatch.train.config import config_from_dict
 from wholebatch.train.parts import check_settings
 
 FSDP = {"strategy": "fsdp"}
+PIPELINE = {"strategy": "pipeline"}
+TWO_LAYERS = {"layers": 2}
+STAGED = {"parallel": PIPELINE, "model": TWO_LAYERS}
 
 
 def check(ranks: int, **sections: dict[str, Any]) -> Any:
@@ -26,11 +29,53 @@ def check(ranks: int, **sections: dict[str, Any]) -> Any:
             {"parallel": {"strategy": "deepspeed"}},
             'strategy = "deepspeed": its engine owns the optimizer',
         ),
-        (2, {"parallel": {"strategy": "pipeline"}}, 'strategy = "pipeline": each stage runs a part'),
+        (2, {"parallel": {"pipeline_parallel": 2}}, '_parallel = 2 goes with .* copies .* it is "ddp"'),
+        (2, {"parallel": FSDP | {"pipeline_schedule": "gpipe"}}, "'gpipe' goes with .* it is \"fsdp\""),
+        (3, {"parallel": PIPELINE | {"pipeline_parallel": 2}}, "3 ranks do not divide by it; start a m"),
+        (2, {"parallel": PIPELINE, "model": {"source": "own.py:model"}}, "and model.source is 'own.py:mod"),
+        (4, {"parallel": PIPELINE}, "over 4 ranks has 4 stages, and 1 layers .model.layers. leave"),
+        (2, STAGED | {"model": TWO_LAYERS | {"dropout": 0.5}}, "dropout = 0.5: the ranks of a pipeline"),
+        (2, STAGED | {"lora": {"rank": 2}}, "over 2 ranks does not go with lora.rank = 2"),
         (
             2,
-            {"parallel": {"pipeline_parallel": 2}},
-            "pipeline_parallel = 2: this job cuts no model into st",
+            {"parallel": PIPELINE | {"tensor_parallel": 2}, "model": TWO_LAYERS},
+            "with parallel.t",
+        ),
+        (2, STAGED | {"model": TWO_LAYERS | {"compile": True}}, 'compile goes with .* it is "pipeline"'),
+        (2, {"parallel": PIPELINE | {"reduce": "after_agreement"}}, "_agreement.*: .* once, when the sch"),
+        (
+            2,
+            STAGED | {"batch": {"rows": "packed", "micro_batch_samples": 0, "tokens_per_micro_batch": 64}},
+            'not go with batch.rows = "packed"',
+        ),
+        (
+            2,
+            STAGED | {"batch": {"micro_batch_samples": 8}},
+            "takes 2 micro-batches .* has 1; lower",
+        ),
+        (
+            2,
+            STAGED | {"parallel": PIPELINE | {"pipeline_schedule": "zero_bubble"}},
+            "virtual_stages = 1; set",
+        ),
+        (
+            2,
+            {
+                "parallel": PIPELINE | {"pipeline_schedule": "zero_bubble", "pipeline_virtual_stages": 2},
+                "model": {"layers": 4},
+                "batch": {"global_batch_samples": 10},
+            },
+            "runs the 5 micro-batches of a window in 2 equal rounds",
+        ),
+        (
+            2,
+            {
+                "parallel": PIPELINE
+                | {"pipeline_schedule": "interleaved_1f1b", "pipeline_virtual_stages": 2},
+                "model": {"layers": 4},
+                "batch": {"global_batch_samples": 10},
+            },
+            "interleaved_1f1b over pipeline_parallel 2 needs",
         ),
         (2, {"parallel": {"context_parallel": 2}}, "context_parallel = 2: .* Set it to 1"),
         (
@@ -86,11 +131,13 @@ def test_refusals(ranks: int, sections: dict[str, Any], words: str) -> None:
 def test_replicas_are_what_is_left_of_the_ranks() -> None:
     assert check(4, parallel=FSDP | {"tensor_parallel": 2}).replicas == 2
     assert check(4, parallel=FSDP).replicas == 4
+    assert check(4, parallel=PIPELINE, model={"layers": 4}).replicas == 1
+    assert check(4, parallel=PIPELINE | {"pipeline_parallel": 2}, model=TWO_LAYERS).replicas == 2
     budget = {"micro_batch_samples": 0, "tokens_per_micro_batch": 64}
     assert check(4, parallel=FSDP | {"tensor_parallel": 2}, batch=budget).replicas == 2
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "pipeline"])
 def test_one_rank_needs_none_of_it(strategy: str) -> None:
     plan = check(1, parallel={"strategy": strategy}, model={"compile": True}, lora={"rank": 2})
     assert plan.replicas == 1

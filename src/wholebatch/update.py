@@ -346,7 +346,7 @@ class Update:
         if spares and not self._held:
             self._window.snapshot.rewind()
 
-    def run(self, loss_fn: LossFunction | None) -> None:
+    def run(self, loss_fn: Callable[[Any, Any], Any] | None) -> None:
         """All turns at once.
 
         Args:

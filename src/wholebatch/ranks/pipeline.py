@@ -19,7 +19,7 @@ Facts of torch's pipelining that this file rests on (read in torch 2.13 and test
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,6 +50,8 @@ class PipelinedModel(nn.Module):
         data_parallel: the ranks that hold copies of the same stages, one dimension of a mesh; None where
             there is one copy. For plain stages, and for stages under ``fully_shard`` over it.
         pad: ``pad(batches)``: micro-batches of one call brought to one shape; None: they have one already.
+        tail_schedule: schedule of the calls with a number of micro-batches that ``schedule`` does not take,
+            such as a tail; ``ScheduleGPipe`` and ``ScheduleLoopedBFS`` take any. None: they are refused.
 
     Raises:
         UnsupportedError: as many stages as the schedule does not take.
@@ -64,6 +66,7 @@ class PipelinedModel(nn.Module):
         micro_batches_per_call: int | None = None,
         data_parallel: DeviceMesh | None = None,
         pad: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+        tail_schedule: type | None = None,
     ) -> None:
         super().__init__()
         self.stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
@@ -79,8 +82,49 @@ class PipelinedModel(nn.Module):
         self.micro_batches_per_call = micro_batches_per_call
         self.data_parallel = data_parallel
         self.pad = pad
+        self.tail_schedule = tail_schedule
         self._made: tuple[Any, Any] | None = None
-        self._possible: set[int] = set()  # numbers of micro-batches that the schedule takes
+        self._possible: dict[int, type] = {}  # numbers of micro-batches, and the schedule that takes each
+
+    # A stage has the names of the whole model's parameters, and so have all of a rank's: ``parts.0.`` is no
+    # part of one. This is what a checkpoint of all stages goes by.
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of its stages, by the names that they have there."""
+        for part in self.parts:
+            yield from part.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """That of its stages, by the names that they have there.
+
+        Raises:
+            UnsupportedError: stages of this rank that give one name twice.
+        """
+        found: dict[str, Any] = {}
+        for number, name, value in self._entries(*args, **kwargs):
+            if name in found:
+                raise UnsupportedError(
+                    f"{name!r} is a name in stage {number} and in another one of this rank, so that nobody "
+                    f"could tell them apart in a checkpoint; give the modules of each stage the names that "
+                    f"they have in the whole model"
+                )
+            found[name] = value
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Give each stage its part of a :meth:`state_dict`."""
+        for part in self.parts:
+            own = {name: state_dict[name] for name in part.state_dict() if name in state_dict}
+            part.load_state_dict(own, *args, **kwargs)
+
+    def stage_of(self) -> dict[str, int]:
+        """The number of the stage that has each entry of :meth:`state_dict`."""
+        return {name: number for number, name, _ in self._entries()}
+
+    def _entries(self, *args: Any, **kwargs: Any) -> Iterator[tuple[int, str, Any]]:
+        for stage, part in zip(self.stages, self.parts, strict=True):
+            for name, value in part.state_dict(*args, **kwargs).items():
+                yield stage.stage_index, name, value
 
     @property
     def is_last(self) -> bool:
@@ -108,17 +152,54 @@ class PipelinedModel(nn.Module):
                 f"shapes {list(shapes[0])} and {list(shapes[other])}; its stages exchange tensors of "
                 f"one shape. Give PipelinedModel a pad function, or micro_batches_per_call=1"
             )
-        if len(batches) not in self._possible:
-            self._make(len(batches), _never)
-            self._possible.add(len(batches))
+        self._schedule_of(len(batches))
 
-    def run(self, batches: Sequence[Any], loss: Callable[[Tensor, Any, int], Tensor], begins: int) -> None:
+    def _schedule_of(self, micro_batches: int) -> type:
+        """The schedule that takes so many."""
+        if micro_batches not in self._possible:
+            kind = self.schedule
+            try:
+                self._make(kind, micro_batches, _never)
+            except UnsupportedError:
+                if self.tail_schedule is None:
+                    raise
+                kind = self.tail_schedule
+                self._make(kind, micro_batches, _never)
+            self._possible[micro_batches] = kind
+        return self._possible[micro_batches]
+
+    def evaluate(self, batches: Sequence[Any], loss: Callable[[Tensor, Any, int], Tensor]) -> None:
+        """Forwards alone of all ``batches``, under ``torch.no_grad``; all ranks of a pipeline call it.
+
+        Args:
+            batches: the same on every rank of the pipeline; brought to one shape where there is a ``pad``.
+            loss: ``loss(output, batch, number)``: called on the rank that has the last stage; the last call
+                for a number counts, as others may only try shapes out.
+
+        Raises:
+            WindowUsageError, UnsupportedError: as ``check``.
+        """
+        begins = 0
+        for call in self.calls(batches):
+            self.check(call)
+            self.run(call, loss, begins, backward=False)
+            begins += len(call)
+
+    def run(
+        self,
+        batches: Sequence[Any],
+        loss: Callable[[Tensor, Any, int], Tensor],
+        begins: int,
+        *,
+        backward: bool = True,
+    ) -> None:
         """One run of the schedule: forwards and backwards of all ``batches``, gradients added up.
 
         Args:
             batches: of one shape; the same on every rank of the pipeline.
             loss: ``loss(output, batch, number)``: what the last stage differentiates.
             begins: number of the first micro-batch in its window.
+            backward: False for forwards alone.
 
         Exactness: the sum of the gradients of each ``loss``; nobody divides.
         """
@@ -128,14 +209,15 @@ class PipelinedModel(nn.Module):
             return output.sum() if output.is_meta else loss(output, batches[number], begins + number)
 
         given = [self._given(batch) for batch in batches]
-        key = len(batches), _shapes(given[0]), tuple(part.dtype for part in given[0])
+        key = len(batches), _shapes(given[0]), tuple(part.dtype for part in given[0]), backward
         if self._made is None or self._made[0] != key:
-            self._made = key, self._make(len(batches), at)
+            self._made = key, self._make(self._schedule_of(len(batches)), len(batches), at)
         schedule = self._made[1]
         schedule._loss_fn = at
         inputs = [torch.cat(parts) for parts in zip(*given, strict=True)]
         first = any(stage.is_first for stage in self.stages)
-        schedule.step(
+        begin = schedule.step if backward else schedule.eval
+        begin(
             *(inputs if first else ()),
             target=torch.arange(len(batches)) if self.is_last else None,
             return_outputs=False,
@@ -145,14 +227,13 @@ class PipelinedModel(nn.Module):
         given = self.inputs(batch)
         return (given,) if isinstance(given, Tensor) else tuple(given)
 
-    def _make(self, micro_batches: int, loss: Callable[..., Tensor]) -> Any:
-        single = issubclass(self.schedule, PipelineScheduleSingle)
-        stages: Any = self.stages[0] if single else self.stages
+    def _make(self, kind: type, micro_batches: int, loss: Callable[..., Tensor]) -> Any:
+        stages: Any = self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages
         try:
-            return self.schedule(stages, micro_batches, loss_fn=loss, scale_grads=False)
+            return kind(stages, micro_batches, loss_fn=loss, scale_grads=False)
         except (ValueError, RuntimeError, AssertionError) as error:
             raise UnsupportedError(
-                f"{self.schedule.__name__} can't run {micro_batches} micro-batches through "
+                f"{kind.__name__} can't run {micro_batches} micro-batches through "
                 f"{self.stages[0].num_stages} stages on {self.stages[0].group_size} ranks: {error}"
             ) from error
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,9 +42,17 @@ from wholebatch.resume.contents import (
     take,
     targets_apart,
 )
+from wholebatch.resume.io import explained, read_file
 from wholebatch.resume.one_rank import refuse_state_of_one_rank
 from wholebatch.resume.randomness import packed, restore
 from wholebatch.resume.sharded import facts_of_parts, need_safetensors, read_apart, write_apart
+from wholebatch.resume.stages import (
+    joined,
+    of_this_rank,
+    stages_of_all,
+    told_of_stages,
+    write_stages,
+)
 from wholebatch.window import UpdateWindow
 
 T = TypeVar("T")
@@ -189,6 +196,7 @@ class Checkpoints:
         in_parts = any(together.gather(bool(contents.apart)))
         if in_parts:
             together.all_or_none(need_safetensors)
+        stages = stages_of_all(parts, together)
         updates = parts.counters.updates_attempted
         manifest = {
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -199,7 +207,7 @@ class Checkpoints:
         }
 
         def writing(act: Callable[[], T]) -> Callable[[], T]:
-            return lambda: _explained(self.folder, updates, act)
+            return lambda: explained(self.folder, updates, act)
 
         unfinished = together.on_leader(writing(lambda: disk.begin_folder(self.folder)))
         try:
@@ -209,6 +217,12 @@ class Checkpoints:
                     writing(lambda: write_apart(unfinished, contents.apart, together))
                 )
                 written = together.gather(mine)
+            if stages is not None:
+                names = together.all_or_none(
+                    writing(lambda: write_stages(unfinished, contents, stages, together.rank))
+                )
+                written = together.gather(names)
+                contents.files["rest.pt"] |= told_of_stages(stages[0], written)
 
             def write_the_rest() -> Path:
                 facts = facts_of_parts(unfinished, written)
@@ -240,6 +254,8 @@ class Checkpoints:
         facts, saved = together.all_or_none(lambda: self._read(path))
         if any(other != facts.files for other in together.gather(facts.files)):
             raise CheckpointError(f"the ranks see different files at {path}; give a folder that all share")
+        if (stages := stages_of_all(parts, together)) is not None:
+            saved = of_this_rank(saved, parts, stages)
         together.all_or_none(lambda: _check(parts, facts, saved))
         targets = together.all_or_none(lambda: targets_apart(parts, saved))
         if targets:
@@ -281,7 +297,9 @@ class Checkpoints:
         try:
             facts = disk.read_facts(path)
             disk.check_files(facts)
-            return facts, {name: _read_file(path / name) for name in FILES}
+            files = {name: read_file(path / name) for name in FILES}
+            # Of the other stages only what is this rank's is read from the disk, once it is asked for.
+            return facts, joined(files, lambda name: read_file(path / name, mmap=True))
         except DamageError as damage:
             offer = "there is no other in the folder that is whole"
             other = disk.newest_intact(self.folder, but=path)
@@ -354,27 +372,6 @@ def _refuse_gradients(parts: TrainingParts) -> None:
             f"{stale} of {len(parameters)} parameters have a gradient, which a checkpoint does not hold; "
             f"set them to None, or finish the update first"
         )
-
-
-def _explained(folder: Path, updates_attempted: int, act: Callable[[], T]) -> T:
-    """Run ``act``; where the disk refuses, say what to do."""
-    try:
-        return act()
-    except OSError as error:
-        raise CheckpointError(
-            disk.write_problem(folder, error, updates_attempted=updates_attempted)
-        ) from None
-
-
-def _read_file(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise DamageError(
-            f"its file {path.name} holds something other than tensors and plain data; it was not executed"
-        ) from None
-    except Exception as error:
-        raise DamageError(f"its file {path.name} can't be read ({type(error).__name__})") from None
 
 
 def _check(parts: TrainingParts, facts: CheckpointFacts, saved: Mapping[str, Any]) -> None:

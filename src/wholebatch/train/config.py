@@ -282,6 +282,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "parallel.shards": (0, 2**20),
     "parallel.tensor_parallel": (1, 2**10),
     "parallel.pipeline_parallel": (1, 2**10),
+    "parallel.pipeline_virtual_stages": (1, 2**10),
     "parallel.context_parallel": (1, 2**10),
     "data.held_out_one_in": (2, 10**6),
     "data.max_tokens_per_sample": (2, 2**24),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from time import perf_counter
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from wholebatch.loading.reading import collated, micro_batch, read_samples
 from wholebatch.objective import LossSum
 from wholebatch.plan import BatchPlan
+from wholebatch.ranks.pipeline import PipelinedModel
 from wholebatch.record import Counters, Evaluation
 from wholebatch.replay import RandomState
 from wholebatch.result import losses_by_term, whole
@@ -29,7 +31,12 @@ HELD_OUT_AVERAGE = "held_out_average"
 
 
 def evaluate_held_out(
-    job: Job, counters: Counters, *, split: str = HELD_OUT, leave: Callable[[], bool] = lambda: False
+    job: Job,
+    counters: Counters,
+    *,
+    split: str = HELD_OUT,
+    model: nn.Module | None = None,
+    leave: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
     """Evaluate the held-out split as the model is now.
 
@@ -37,6 +44,7 @@ def evaluate_held_out(
         job: the job; all its ranks take part.
         counters: totals of the run so far.
         split: its name in the record.
+        model: as the ranks hold it, where it is a pipeline; None for that of the job.
         leave: asked now and then; the evaluation is left when it says so on any rank.
 
     Returns:
@@ -45,7 +53,7 @@ def evaluate_held_out(
     Exactness: as for ``evaluate``.
     """
     start = perf_counter()
-    found = evaluate(job, job.data.held_out, leave=leave)
+    found = evaluate(job, job.data.held_out, model=model, leave=leave)
     if found is None:
         return None
     loss_per_item, items = found
@@ -61,7 +69,11 @@ def evaluate_held_out(
 
 
 def evaluate(
-    job: Job, samples: Samples, *, leave: Callable[[], bool] = lambda: False
+    job: Job,
+    samples: Samples,
+    *,
+    model: nn.Module | None = None,
+    leave: Callable[[], bool] = lambda: False,
 ) -> tuple[float | None, int | float] | None:
     """``sum_k c_k * L_k / N_k`` over the terms of the objective and all samples of a split.
 
@@ -76,7 +88,9 @@ def evaluate(
     """
     coefficients = job.data.objective.coefficients
     # A rank that fails alone would leave the others waiting for its sums.
-    if job.forwards_together:
+    if isinstance(model, PipelinedModel):
+        left, sums = _sums_through_stages(job, model, samples, leave)
+    elif job.forwards_together:
         left, sums = _sums_together(job, samples, leave)
     else:
         left, sums = job.world.all_or_none(lambda: _sums_of_this_rank(job, samples, leave))
@@ -96,7 +110,7 @@ def _sums_of_this_rank(job: Job, samples: Samples, leave: Callable[[], bool]) ->
         for batch in _micro_batches(job, samples, _of_this_rank(job, samples)):
             if leave():
                 return True, sums.flatten().tolist()
-            _add(job, sums, batch)
+            _add(sums, _losses(job, batch))
     return False, sums.flatten().tolist()
 
 
@@ -117,8 +131,34 @@ def _sums_together(job: Job, samples: Samples, leave: Callable[[], bool]) -> tup
             if some_left or not some_have:
                 break
             counted = batch is not None and job.speaks
-            _add(job, sums if counted else torch.zeros_like(sums), spare if batch is None else batch)
+            losses = _losses(job, spare if batch is None else batch)
+            _add(sums if counted else torch.zeros_like(sums), losses)
     reshard(job.model.module)
+    return bool(some_left), sums.flatten().tolist()
+
+
+def _sums_through_stages(
+    job: Job, model: PipelinedModel, samples: Samples, leave: Callable[[], bool]
+) -> tuple[bool, list[float]]:
+    """The same where forwards are those of a pipeline, whose last rank has the sums of its replica."""
+    world, sums = job.world, _no_sums(job)
+    found: dict[int, list[LossSum]] = {}
+
+    def keep(output: Tensor, batch: Batch, number: int) -> Tensor:
+        found[number] = _in_order(job, job.loss_of_output(output, batch))
+        return found[number][0].loss_sum
+
+    mine = iter(_micro_batches(job, samples, _of_this_rank(job, samples)))
+    at_once = 2 * model.stages[0].group_size  # enough to keep most stages at work, and few to hold
+    with _aside(job.model.module), torch.no_grad():
+        while True:
+            some = world.all_or_none(lambda: list(islice(mine, at_once)))
+            some_left, some_have = world.total([float(leave()), float(bool(some))])
+            if some_left or not some_have:
+                break
+            model.evaluate(some, keep)
+            for number in range(len(some)) if model.is_last else ():
+                _add(sums, found[number])
     return bool(some_left), sums.flatten().tolist()
 
 
@@ -134,9 +174,13 @@ def _no_sums(job: Job) -> Tensor:
     return torch.zeros(2, terms, dtype=torch.float64, device=job.world.device)
 
 
-def _add(job: Job, sums: Tensor, batch: Batch) -> None:
-    """Run a micro-batch and add its sums and items, by term."""
-    for term, (loss_sum, items) in enumerate(_in_order(job, job.loss(job.model.module, batch))):
+def _losses(job: Job, batch: Batch) -> list[LossSum]:
+    return _in_order(job, job.loss(job.model.module, batch))
+
+
+def _add(sums: Tensor, losses: Sequence[LossSum]) -> None:
+    """Add the sums and items of a micro-batch, by term."""
+    for term, (loss_sum, items) in enumerate(losses):
         sums[0, term] += loss_sum.reshape(())
         sums[1, term] += items
 

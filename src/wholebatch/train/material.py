@@ -68,11 +68,14 @@ class JobModel:
         module: on the host or the device, with its parameters in their final dtype.
         forward: ``forward(module, batch)`` gives what the objective takes, such as logits. The batch
             lies on the module's device.
+        read_out: ``read_out(output, batch)``: the same, of what the last stage of a pipeline gives; None
+            where that is it already.
         facts: what the run header says about the model: its name, parameters, trainable parameters.
     """
 
     module: nn.Module
     forward: Callable[[nn.Module, Batch], Any]
+    read_out: Callable[[Tensor, Batch], Any] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from wholebatch.budget import AnyPlan, BudgetPlan, plan_token_budget
 from wholebatch.errors import UsageError
@@ -21,8 +21,8 @@ from wholebatch.replay import seed_all
 from wholebatch.train.cutting import refuse_too_long
 from wholebatch.train.data import load_data
 from wholebatch.train.data.store import TokenSamples, content_digest
-from wholebatch.train.layouts.check import check_parallel
-from wholebatch.train.layouts.cut import is_cut, parallel_model
+from wholebatch.train.layouts.check import check_parallel, check_schedule_fits
+from wholebatch.train.layouts.cut import is_cut, num_stage_ranks, parallel_model
 from wholebatch.train.material import Batch, JobData, JobModel, on_device
 from wholebatch.train.models.choose import build_model, check_model_settings
 from wholebatch.train.optimize import check_optimizer, make_optimizer, parameter_groups
@@ -55,6 +55,13 @@ class Job:
             output = self.model.forward(model, batch)
         return self.data.objective(output, batch)
 
+    def loss_of_output(self, output: Tensor, batch: Batch) -> LossSum | Mapping[str, LossSum]:
+        """The same of what the last stage of a pipeline gave; autocast was around each stage."""
+        batch = on_device(batch, self.world.device)
+        if self.model.read_out is not None:
+            output = self.model.read_out(output, batch)
+        return self.data.objective(output, batch)
+
     @property
     def replica(self) -> int:
         """The replica that this rank belongs to; the ranks of one are neighbours."""
@@ -69,6 +76,11 @@ class Job:
     def forwards_together(self) -> bool:
         """Whether a forward is a meeting of ranks, so that each must run as many as the others."""
         return is_cut(self.config.parallel, self.world.ranks)
+
+    @property
+    def staged(self) -> bool:
+        """Whether the ranks of a replica hold stages, and a schedule runs forwards and backwards."""
+        return self.plan.layout.pipeline_parallel > 1
 
     @property
     def samples_of_run(self) -> int | None:
@@ -88,6 +100,7 @@ def check_settings(config: TrainConfig, ranks: int) -> AnyPlan:
     """
     check_parallel(config, ranks)
     plan = _plan(config, ranks)
+    check_schedule_fits(plan, config.parallel)
     check_precision(config.precision)
     check_schedule(config)
     check_optimizer(config.optimizer)
@@ -96,15 +109,19 @@ def check_settings(config: TrainConfig, ranks: int) -> AnyPlan:
 
 
 def _plan(config: TrainConfig, ranks: int) -> AnyPlan:
-    batch, tensor_parallel = config.batch, config.parallel.tensor_parallel
+    batch, parallel = config.batch, config.parallel
+    degrees: dict[str, Any] = {
+        "ranks": ranks,
+        "tensor_parallel": parallel.tensor_parallel,
+        "pipeline_parallel": num_stage_ranks(parallel, ranks),
+    }
     if batch.tokens_per_micro_batch:
         _check_budget(batch)
         return plan_token_budget(
             tokens_per_micro_batch=batch.tokens_per_micro_batch,
             global_batch_samples=batch.global_batch_samples or None,
             global_batch_items=batch.global_batch_items or None,
-            ranks=ranks,
-            tensor_parallel=tensor_parallel,
+            **degrees,
             rows=batch.rows,
             tail=batch.tail,
             too_long="alone" if batch.tokens_alone else "refuse",
@@ -127,8 +144,9 @@ def _plan(config: TrainConfig, ranks: int) -> AnyPlan:
     return plan_batch(
         global_batch_samples=batch.global_batch_samples,
         micro_batch_samples=batch.micro_batch_samples,
-        ranks=ranks,
-        tensor_parallel=tensor_parallel,
+        **degrees,
+        pipeline_schedule=parallel.pipeline_schedule if degrees["pipeline_parallel"] > 1 else "1f1b",
+        pipeline_virtual_stages=parallel.pipeline_virtual_stages,
         tail=batch.tail,
     )
 
@@ -192,7 +210,7 @@ def make_window(job: Job) -> UpdateWindow:
     """The window over the job's model, with its optimizer, clipping, schedule and loss scaler."""
     config = job.config
     # Before the optimizer, which must have the parameters as the ranks then hold them.
-    model = parallel_model(job.model.module, config, job.world)
+    model = parallel_model(job.model.module, config, job.world, padding_id=job.data.padding_id)
     optimizer = make_optimizer(parameter_groups(job.model.module, config.optimizer), config.optimizer)
     return UpdateWindow(
         model,

@@ -83,14 +83,20 @@ class ParallelConfig:
 
     Args:
         strategy: "ddp" keeps the whole model on every rank; "fsdp" cuts parameters, gradients and optimizer
-            state over all replicas; "hsdp" cuts them over groups of ranks, and the groups are copies.
-            "deepspeed" and "pipeline" train in loops of your own.
+            state over all replicas; "hsdp" cuts them over groups of ranks, and the groups are copies;
+            "pipeline" gives each rank some of the built-in GPT's layers. "deepspeed" trains in loops of
+            your own.
         shards: ranks that hold the model between them, for "hsdp".
         reduce: when gradients are combined over replicas: "per_update" in the last backward (whole
             gradients are held until then); "per_micro_batch" in each, for "fsdp" and "hsdp" (more traffic,
             and less held); "after_agreement" after all of them, for "ddp".
         tensor_parallel: ranks that share each matrix of the built-in GPT; they share one replica.
-        pipeline_parallel: stages that the layers are cut into; for loops of your own.
+        pipeline_parallel: ranks that hold the layers of one replica between them, for "pipeline"; 1 stands
+            for all ranks.
+        pipeline_schedule: in which order they run forwards and backwards: "1f1b" holds the activations of
+            few micro-batches, "gpipe" those of all; "interleaved_1f1b" and "zero_bubble" wait less, with
+            several stages on a rank.
+        pipeline_virtual_stages: stages on each rank, for those two; at least 2.
         context_parallel: ranks that share each sequence; for loops of your own.
     """
 
@@ -99,6 +105,8 @@ class ParallelConfig:
     reduce: Literal["per_update", "per_micro_batch", "after_agreement"] = "per_update"
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"] = "1f1b"
+    pipeline_virtual_stages: int = 1
     context_parallel: int = 1
 
 

@@ -6,12 +6,15 @@ it, and saves there, so that nothing is lost that was committed and nothing coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from torch import nn
+
 from wholebatch.errors import CheckpointError, JudgeError, PoisonedWindowError, RecordError, UsageError
 from wholebatch.loading import WindowBatches
+from wholebatch.objective import LossSum
 from wholebatch.ranks.together import ContactLostError
 from wholebatch.record import EndReason, Evaluation, UpdateRecord
 from wholebatch.report.output import OutputClosedError
@@ -155,11 +158,7 @@ class Training:
         try:
             # Drawn inside the update, so that a sample that can't be read rolls it back on every rank.
             with self.window.update(_NextWindow(micro_batches)) as update:
-                for batch in update:
-                    # Where forwards are meetings, a rank that left one would leave the others waiting.
-                    if self._stop.in_a_hurry and not self.job.forwards_together:
-                        raise _LeftError
-                    update.backward(self.job.loss(self.window.model, batch))
+                update.run(self.job.loss_of_output if self.job.staged else self._loss)
         except Exception as error:
             if self._left_or_saved(error):
                 return None
@@ -167,6 +166,12 @@ class Training:
                 raise JudgeError(memory_advice(self.job.plan, during="an update")) from error
             raise
         return update.record
+
+    def _loss(self, model: nn.Module, batch: Batch) -> LossSum | Mapping[str, LossSum]:
+        # Where forwards are meetings, a rank that left one would leave the others waiting.
+        if self._stop.in_a_hurry and not self.job.forwards_together:
+            raise _LeftError
+        return self.job.loss(model, batch)
 
     def _left_or_saved(self, error: Exception) -> bool:
         """Whether an update that was rolled back was left on purpose, on every rank.
@@ -239,7 +244,11 @@ class Training:
 
     def _evaluation(self, split: str) -> Evaluation | None:
         found = evaluate_held_out(
-            self.job, self.window.counters, split=split, leave=lambda: self._stop.in_a_hurry
+            self.job,
+            self.window.counters,
+            split=split,
+            model=self.window.model,
+            leave=lambda: self._stop.in_a_hurry,
         )
         if found is None:
             return None

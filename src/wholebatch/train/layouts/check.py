@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from wholebatch.budget import AnyPlan
 from wholebatch.errors import UnsupportedError, UsageError
-from wholebatch.train.layouts.cut import CUT, is_cut
+from wholebatch.train.layouts.cut import CUT, STAGED, is_cut, num_stage_ranks
 from wholebatch.train.settings import ParallelConfig, TrainConfig
 
 _IN_LOOPS_OF_YOUR_OWN = {
     "deepspeed": "its engine owns the optimizer, which this job saves and resumes",
-    "pipeline": "each stage runs a part of the model, which this job evaluates and writes as a whole",
 }
 # What moves one element by the others of its matrix, which is cut in three where heads are shared.
 _BY_MATRICES = ("Muon", "Adafactor")
@@ -30,18 +30,22 @@ def check_parallel(config: TrainConfig, ranks: int) -> None:
     if reason := _IN_LOOPS_OF_YOUR_OWN.get(settings.strategy):
         raise UnsupportedError(
             f'parallel.strategy = "{settings.strategy}": {reason}. UpdateWindow trains such models '
-            f'in a loop of your own (docs/engines.md); here take "ddp", "fsdp" or "hsdp"'
+            f'in a loop of your own (docs/engines.md); here take "ddp", "fsdp", "hsdp" or "pipeline"'
         )
-    for key, what in (("pipeline_parallel", "stages"), ("context_parallel", "parts of sequences")):
-        if (degree := getattr(settings, key)) > 1:
-            raise UnsupportedError(
-                f"parallel.{key} = {degree}: this job cuts no model into {what}; UpdateWindow trains one "
-                f"that is, in a loop of your own (docs/engines.md). Set it to 1"
-            )
+    if settings.context_parallel > 1:
+        raise UnsupportedError(
+            f"parallel.context_parallel = {settings.context_parallel}: this job cuts no model into parts "
+            f"of sequences; UpdateWindow trains one that is, in a loop of your own (docs/engines.md). Set "
+            f"it to 1"
+        )
     _check_reduce(settings, ranks)
     _check_shards(settings, ranks)
     if settings.tensor_parallel > 1:
         _check_tensor_parallel(config, ranks)
+    if settings.strategy == STAGED:
+        _check_pipeline(config, ranks)
+    else:
+        _refuse_stages_of_none(settings)
     if is_cut(settings, ranks):
         _check_what_is_cut(config)
 
@@ -118,6 +122,94 @@ def _check_tensor_parallel(config: TrainConfig, ranks: int) -> None:
         raise UnsupportedError(
             f"{where}: {config.optimizer.name} moves matrices as a whole, and attention has its own in "
             f'three parts here; take an optimizer that moves each element by itself, such as "AdamW"'
+        )
+
+
+def _refuse_stages_of_none(settings: ParallelConfig) -> None:
+    default = ParallelConfig()
+    for key in ("pipeline_parallel", "pipeline_schedule", "pipeline_virtual_stages"):
+        if (value := getattr(settings, key)) != getattr(default, key):
+            raise UsageError(
+                f'parallel.{key} = {value!r} goes with parallel.strategy = "pipeline", whose copies are '
+                f'reduced as "ddp" reduces them, and it is "{settings.strategy}"; set one of them'
+            )
+
+
+def _check_pipeline(config: TrainConfig, ranks: int) -> None:
+    """What the built-in GPT can be cut into, and which micro-batches its schedule takes."""
+    from wholebatch.train.models.choose import gpt_sizes
+
+    settings, model = config.parallel, config.model
+    stage_ranks = num_stage_ranks(settings, ranks)
+    where = f'parallel.strategy = "pipeline" over {stage_ranks} ranks'
+    if ranks % stage_ranks:
+        raise UsageError(
+            f"parallel.pipeline_parallel = {stage_ranks}: {ranks} ranks do not divide by it; start a "
+            f"multiple of {stage_ranks}"
+        )
+    if stage_ranks == 1:
+        return
+    if model.source != "gpt":
+        raise UnsupportedError(
+            f"{where} knows the layers of the built-in GPT, and model.source is {model.source!r}; cut your "
+            f"own into stages in a loop of your own (docs/engines/pipeline.md), or take "
+            f'parallel.strategy = "fsdp"'
+        )
+    if settings.reduce != "per_update":
+        raise UsageError(
+            f'parallel.reduce = "{settings.reduce}": {where} reduces once, when the schedule is over and '
+            f'all ranks have agreed; set it to "per_update"'
+        )
+    layers, stages = gpt_sizes(model)[0], stage_ranks * settings.pipeline_virtual_stages
+    if layers < stages:
+        raise UsageError(
+            f"{where} has {stages} stages, and {layers} layers (model.layers) leave some without one; take "
+            f"more layers, or parallel.pipeline_parallel with fewer ranks"
+        )
+    for key, given in (
+        (f"parallel.tensor_parallel = {settings.tensor_parallel}", settings.tensor_parallel > 1),
+        (f"lora.rank = {config.lora.rank}", config.lora.rank),
+        ('batch.rows = "packed"', config.batch.rows == "packed"),
+    ):
+        if given:
+            raise UnsupportedError(f"{where} does not go with {key}; leave one of them out")
+    if model.dropout:
+        raise UnsupportedError(
+            f"{where} and model.dropout = {model.dropout}: the ranks of a pipeline would drop the same "
+            f"features of different layers; set it to 0"
+        )
+
+
+def check_schedule_fits(plan: AnyPlan, settings: ParallelConfig) -> None:
+    """Refuse a window that the pipeline's schedule does not take; another one runs tails alone.
+
+    Args:
+        plan: of the global batch.
+        settings: the section ``[parallel]``, checked.
+
+    Raises:
+        UsageError: with both numbers.
+    """
+    stage_ranks, window = plan.layout.pipeline_parallel, plan.micro_batches_per_window
+    if stage_ranks == 1 or window is None:
+        return
+    schedule, several = settings.pipeline_schedule, settings.pipeline_virtual_stages
+    if schedule == "zero_bubble" and several < 2:
+        raise UsageError(
+            f'parallel.pipeline_schedule = "zero_bubble" has several stages on each rank, and '
+            f"parallel.pipeline_virtual_stages = {several}; set it to 2 or more"
+        )
+    if schedule == "1f1b" and window < stage_ranks:
+        raise UsageError(
+            f'parallel.pipeline_schedule = "1f1b" takes {stage_ranks} micro-batches or more, as many as '
+            f"there are stages, and a window has {window}; lower batch.micro_batch_samples = "
+            f'{plan.micro_batch_samples}, or set it to "gpipe"'
+        )
+    if schedule == "zero_bubble" and window > stage_ranks and window % (window // stage_ranks):
+        raise UsageError(
+            f'parallel.pipeline_schedule = "zero_bubble" runs the {window} micro-batches of a window in '
+            f"{window // stage_ranks} equal rounds over {stage_ranks} ranks, which do not divide them; "
+            f"take a multiple of {stage_ranks}"
         )
 
 

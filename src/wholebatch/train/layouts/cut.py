@@ -6,9 +6,11 @@ The proof judges the model before it is cut, on every rank; the cut keeps every 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -21,26 +23,41 @@ from wholebatch.train.world import World
 
 _REPLICAS, _SHARDS, _TENSOR = "replicas", "shards", "tensor"
 CUT = ("fsdp", "hsdp")
+STAGED = "pipeline"
 
 
 def is_cut(settings: ParallelConfig, ranks: int) -> bool:
     """Whether parameters lie in parts over the ranks, and every forward is a meeting of theirs."""
-    return ranks > 1 and (settings.strategy in CUT or settings.tensor_parallel > 1)
+    return ranks > 1 and (settings.strategy in (*CUT, STAGED) or settings.tensor_parallel > 1)
 
 
-def parallel_model(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
+def num_stage_ranks(settings: ParallelConfig, ranks: int) -> int:
+    """Ranks that hold the layers of one replica between them: all of them unless a number is given."""
+    if settings.strategy != STAGED or settings.pipeline_parallel > 1:
+        return settings.pipeline_parallel
+    return ranks
+
+
+def parallel_model(module: nn.Module, config: TrainConfig, world: World, *, padding_id: int) -> nn.Module:
     """The model as the ranks hold it together: in DDP, or cut in place.
 
     Args:
         module: the whole model, with the same values on every rank, on this rank's device.
         config: all settings, checked.
         world: the ranks.
+        padding_id: token id of padding.
 
     Exactness: no number is changed, only where it lies.
     """
     settings = config.parallel
     if not is_cut(settings, world.ranks):
         return world.parallel(module)
+    if settings.strategy == STAGED:
+        from wholebatch.train.layouts.stages import pipelined
+
+        assert isinstance(module, GPT)
+        stages = num_stage_ranks(settings, world.ranks)
+        return pipelined(module, config, world, stage_ranks=stages, padding_id=padding_id)
     mesh = _mesh(settings, world)
     if settings.tensor_parallel > 1:
         assert isinstance(module, GPT)
@@ -95,6 +112,9 @@ def whole_state(module: nn.Module, world: World) -> dict[str, Any] | None:
     Exactness: the values bit for bit.
     """
     state: Mapping[str, Any] = module.state_dict()
+    names = world.gather([(name, one.shape, one.dtype) for name, one in state.items()])
+    if any(of_rank != names[0] for of_rank in names):
+        return _of_all_stages(state, names, world)
     if not any(isinstance(value, DTensor) for value in state.values()):
         return None
     found: dict[str, Any] = {}
@@ -103,3 +123,21 @@ def whole_state(module: nn.Module, world: World) -> dict[str, Any] | None:
         if world.leads:
             found[name] = one.detach().cpu() if isinstance(one, Tensor) else one
     return whole_attention(found) if world.leads else {}
+
+
+def _of_all_stages(
+    state: Mapping[str, Tensor], held: Sequence[Sequence[tuple[str, torch.Size, torch.dtype]]], world: World
+) -> dict[str, Any]:
+    """What the ranks hold under names of their own, sent to the leading rank one after the other."""
+    found: dict[str, Any] = {}
+    for owner, of_rank in enumerate(held):
+        for name, shape, dtype in of_rank:
+            if name in found:
+                continue  # of a copy of the pipeline
+            one = state[name].detach().cpu() if owner == world.rank else torch.empty(shape, dtype=dtype)
+            if world.rank == owner != 0:
+                dist.send(one, dst=0, group=world.group)
+            elif world.leads and owner != 0:
+                dist.recv(one, src=owner, group=world.group)
+            found[name] = one if world.leads else None
+    return found if world.leads else {}

@@ -6,6 +6,7 @@ so that no name of a parameter changes and a checkpoint loads into the model eit
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import warnings
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wholebatch.errors import UnsupportedError, UsageError
 from wholebatch.train.advice import is_out_of_memory
 from wholebatch.train.material import Batch, JobData, JobModel
-from wholebatch.train.models.gpt import GPT, Attention, GPTShape, num_parameters
+from wholebatch.train.models.gpt import GPT, Attention, GPTShape, at_last_token, num_parameters
 from wholebatch.train.models.huggingface import check_folder, check_shape, load_folder
 from wholebatch.train.models.inputs import layout_of, token_ids
 from wholebatch.train.models.lora import add_adapters
@@ -191,7 +192,7 @@ def build_model(config: TrainConfig, *, data: JobData, device: torch.device | st
         raise UsageError(f"model.source {config.model.source} has no parameter that trains")
     if kind != "own":  # whose parts may be in eval mode on purpose, such as a batch norm
         module.train()
-    return JobModel(module=module, forward=built.forward, facts=facts)
+    return dataclasses.replace(built, module=module, facts=facts)
 
 
 @contextmanager
@@ -259,7 +260,9 @@ def _gpt(config: TrainConfig, data: JobData) -> JobModel:
     )
     module = GPT(shape, activation_checkpointing=config.model.activation_checkpointing)
     facts: dict[str, Any] = {"name": "GPT", "layers": layers, "width": width, "heads": heads}
-    return JobModel(module=module, forward=_label_forward if labelled else _token_forward, facts=facts)
+    if not labelled:
+        return JobModel(module=module, forward=_token_forward, facts=facts)
+    return JobModel(module=module, forward=_label_forward, read_out=_label_output, facts=facts)
 
 
 def _token_forward(module: nn.Module, batch: Batch) -> Any:
@@ -268,6 +271,10 @@ def _token_forward(module: nn.Module, batch: Batch) -> Any:
 
 def _label_forward(module: nn.Module, batch: Batch) -> Any:
     return module(token_ids(batch), batch.get("attention_mask"), layout_of(batch))
+
+
+def _label_output(output: Tensor, batch: Batch) -> Tensor:
+    return at_last_token(output, batch.get("attention_mask"))
 
 
 def _checkpoint_folder_model(module: nn.Module, source: str) -> None:

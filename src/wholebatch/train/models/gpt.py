@@ -143,24 +143,45 @@ class GPT(nn.Module):
         """
         if layout is not None:
             self._check_row(input_ids, layout)
-        longest = input_ids.shape[1] if layout is None else layout.longest
+        self.check_length(input_ids.shape[1] if layout is None else layout.longest)
+        x = self.embedded(input_ids, layout)
+        for block in self.blocks:
+            x = self.through(block, x, layout)
+        if self.shape.num_labels:
+            x = at_last_token(x, attention_mask)
+        logits: Tensor = self.to_logits(self.final_norm(x))
+        return logits
+
+    def check_length(self, longest: int) -> None:
+        """Refuse samples with more tokens than there are positions for.
+
+        Raises:
+            UsageError: with both numbers.
+        """
         if longest > self.shape.max_tokens:
             raise UsageError(
                 f"a sample of {longest} tokens does not fit a GPT of {self.shape.max_tokens} positions; "
                 f"set data.max_tokens_per_sample to the longest sample, or cut it"
             )
-        positions = torch.arange(longest, device=input_ids.device) if layout is None else layout.positions
-        x = self.token_embedding(input_ids)
-        x = self.drop(x + self.position_embedding(positions))
-        for block in self.blocks:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, layout, use_reentrant=False, preserve_rng_state=True)
-            else:
-                x = block(x, layout)
-        if self.shape.num_labels:
-            x = _at_last_token(x, attention_mask)
-        logits: Tensor = self.to_logits(self.final_norm(x))
-        return logits
+
+    def embedded(self, input_ids: Tensor, layout: RowLayout | None = None) -> Tensor:
+        """The features of token ids before the first block; shape (samples, tokens, width)."""
+        positions = (
+            torch.arange(input_ids.shape[1], device=input_ids.device)
+            if layout is None
+            else layout.positions
+        )
+        x: Tensor = self.token_embedding(input_ids)
+        embedded: Tensor = self.drop(x + self.position_embedding(positions))
+        return embedded
+
+    def through(self, block: nn.Module, x: Tensor, layout: RowLayout | None = None) -> Tensor:
+        """The features after one of its blocks."""
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            out: Tensor = checkpoint(block, x, layout, use_reentrant=False, preserve_rng_state=True)
+        else:
+            out = block(x, layout)
+        return out
 
     def _check_row(self, input_ids: Tensor, layout: RowLayout) -> None:
         if self.shape.num_labels:
@@ -180,8 +201,21 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _at_last_token(x: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The features at each sample's last real position; shape (samples, width)."""
+def at_last_token(x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """What stands at each sample's last real position.
+
+    Args:
+        x: features or logits, shape (samples, tokens, width).
+        attention_mask: 1 for a real token and 0 for padding; shape (samples, tokens).
+
+    Returns:
+        Shape (samples, width).
+
+    Raises:
+        UsageError: no mask.
+
+    Exactness: no arithmetic.
+    """
     if attention_mask is None:
         raise UsageError(
             "the built-in GPT reads the label of a sample at its last token, and the batch has no "

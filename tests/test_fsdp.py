@@ -12,8 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -247,7 +248,7 @@ def test_parts_of_a_sequence_add_up_over_its_ranks(ranks: int, engine: str) -> N
 # What is left as it was -------------------------------------------------------------------------------
 
 
-def switches(model: nn.Module) -> list[Any]:
+def switches(model: Any) -> list[Any]:
     groups = [
         g
         for m in model.modules()
@@ -263,29 +264,37 @@ def switches(model: nn.Module) -> list[Any]:
             g.is_sharded,
         )
         for g in groups
-    ]
+    ] + [model._get_fsdp_state()._state_ctx.is_last_backward]
 
 
 def keeps_what_was_set(rank: int, ranks: int) -> list[Any]:
     """A user's own switches and factors, also one that is not alike in all modules."""
-    model, wanted = sharded(ranks), net()
-    model.last.set_gradient_divide_factor(5.0)  # this module alone: its setter does not recurse
-    model.first.set_requires_gradient_sync(False)
-    before = switches(model)
-    window, plain = window_over(model), adamw(wanted)
-    shares = [batches(10 * one, 2) for one in range(ranks)]
-    window.run(shares[rank], loss)
-    big_batch(wanted, plain, [batch for share in shares for batch in share])
-    after = switches(model)
-    with pytest.raises(RuntimeError, match="not today"):
-        failing(window, model, batches(40, 2), "between")
-    return [distance(model, wanted), before == after == switches(model)]
+    found = []
+    for stays_gathered in (False, True):
+        model, wanted = sharded(ranks), net()
+        model.last.set_gradient_divide_factor(5.0)  # this module alone: its setter does not recurse
+        model.first.set_requires_gradient_sync(False)
+        model.set_is_last_backward(stays_gathered)  # what was gathered ahead is not thrown away
+        model.set_reshard_after_backward(not stays_gathered)  # what stays gathered does not see the step
+        before = switches(model)
+        window, plain = window_over(model), adamw(wanted)
+        for update in range(2):
+            shares = [batches(100 * update + 10 * one, 3) for one in range(ranks)]
+            record = window.run(shares[rank], loss)
+            norm = big_batch(wanted, plain, [batch for share in shares for batch in share])
+            assert record.gradient_norm == pytest.approx(norm, rel=1e-14)
+        after = switches(model)
+        with pytest.raises(RuntimeError, match="not today"):
+            failing(window, model, batches(40, 2), "between")
+        found.append((distance(model, wanted), before == after == switches(model)))
+    return found
 
 
 def test_switches_and_factors_are_put_back_and_do_not_change_the_update() -> None:
-    for error, kept in run_ranks(keeps_what_was_set, 2):
-        assert error < 1e-14
-        assert kept
+    for found in run_ranks(keeps_what_was_set, 2):
+        for error, kept in found:
+            assert error < 1e-14
+            assert kept
 
 
 def buffers_of_weightless_turns(rank: int, ranks: int) -> bool:
@@ -517,7 +526,7 @@ def test_a_batch_that_cannot_be_lent_leaves_nobody_waiting() -> None:
 # What is refused ------------------------------------------------------------------------------------------
 
 
-def refusals(_rank: int, ranks: int) -> list[str]:
+def refusals(rank: int, ranks: int) -> list[str]:
     mesh = init_device_mesh("cpu", (ranks,))
     told: list[str] = []
 
@@ -536,12 +545,21 @@ def refusals(_rank: int, ranks: int) -> list[str]:
     refused(lambda: window_over(hooked))
     inside = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
     refused(lambda: UpdateWindow(inside, adamw(inside), OBJECTIVE))
+    refused(lambda: window_over(fully_shard(net(), mesh=DeviceMesh.from_group(alone(rank), "cpu"))))
+    with pytest.raises(WindowUsageError) as caught:
+        window_over(sharded(ranks)).traffic(0)
+    told.append(str(caught.value))
     return told
+
+
+def alone(rank: int) -> Any:
+    """A group of this rank."""
+    return [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
 
 
 def test_what_cannot_be_run_exactly_is_refused() -> None:
     for told in run_ranks(refusals, 2):
-        outside, mode, divisor, hook, inside = told
+        outside, mode, divisor, hook, inside, beside, none = told
         assert (
             "4 of the optimizer's 6 parameters are not sharded by fully_shard (the first is norm" in outside
         )
@@ -549,14 +567,11 @@ def test_what_cannot_be_run_exactly_is_refused() -> None:
         assert "reduction_divisor=1.0 tells what a communication hook" in divisor
         assert "set_all_reduce_hook" in hook
         assert "0 inside the model is a DistributedDataParallel" in inside
+        assert "2 ranks are running and the model is sharded over 1 of them" in beside
+        assert none == "traffic takes 1 micro-batch or more, not 0"
 
 
 # Broken on purpose --------------------------------------------------------------------------------
-
-
-def part_of_the_norm(gradients: Sequence[Any]) -> torch.Tensor:
-    """That of the shards of one rank; halved, so that both ranks find another clip than is due."""
-    return torch.stack([gradient._local_tensor.norm() for gradient in gradients]).norm() * 0.5
 
 
 def broken(rank: int, ranks: int, slip: str) -> float:
@@ -564,7 +579,7 @@ def broken(rank: int, ranks: int, slip: str) -> float:
     model, wanted = sharded(ranks), net()
     window, plain = window_over(model), adamw(wanted)
     if slip == "a part of the norm":
-        window._parts.ranks.gradient_norm = part_of_the_norm  # type: ignore[method-assign]
+        window._parts.ranks.norm_in_parts = False
     held = 1 + 2 * rank if slip.startswith("weight") else 2
     shares = [batches(10 * one, 1 + 2 * one if slip.startswith("weight") else 2) for one in range(ranks)]
     if slip == "nothing cleared":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,11 +17,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-from big_batch import big_batch
+from big_batch import Batch, big_batch
+from engines.column import CollectiveBytes
 from ranks import run_ranks
 from test_fsdp import OBJECTIVE, adamw, batches, failing, loss, net, window_over
 from wholebatch import UpdateWindow
-from wholebatch.errors import PoisonedWindowError, StaleGradientsError, UnsupportedError
+from wholebatch.errors import (
+    ChangedInsideWindowError,
+    PoisonedWindowError,
+    StaleGradientsError,
+    UnsupportedError,
+)
+from wholebatch.ranks.collectives import HostTotals
 
 pytestmark = pytest.mark.slow
 
@@ -48,39 +58,64 @@ def distance(model: Any, wanted: nn.Module) -> float:
     return max(float((mine[name] - p.detach()).abs().max()) for name, p in wanted.named_parameters())
 
 
-def same_as_big_batch(rank: int, ranks: int, strategy: str, reduce: str) -> list[Any]:
+class Traffic1(CollectiveBytes):
+    """Counts what FSDP1 hands to gathers and reductions on a CPU, and not what the window's ranks tell."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.paused and func.__name__.startswith("allgather_"):
+            self.gathered += sum(part.nbytes for parts in args[0] for part in parts)
+        if not self.paused and func.__name__.startswith("allreduce_"):
+            self.reduced += sum(part.nbytes for part in args[0])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def counted() -> Iterator[CollectiveBytes]:
+    counting, begin = Traffic1(), HostTotals.begin
+
+    def unseen(*given: Any) -> Any:
+        counting.paused = True
+        begun = begin(*given)
+        counting.paused = False
+        return begun
+
+    with mock.patch.object(HostTotals, "begin", unseen), counting:
+        yield counting
+
+
+def same_as_big_batch(rank: int, ranks: int, strategy: str) -> list[Any]:
     """Equal and uneven windows, one rank without any, and an update that fails between turns."""
-    model, wanted = sharded(strategy), net()
-    window, plain = window_over(model, reduce=reduce), adamw(wanted)
-    switches = [one._sync_gradients for one in FullyShardedDataParallel.fsdp_modules(model)]
     found = []
-    for update, held in enumerate([(2, 2, 2, 2), (3, 1, 1, 2), (0, 2, 1, 1), (2, 2, 2, 2)]):
-        shares = [batches(100 * update + 10 * one, held[one]) for one in range(ranks)]
-        if update == 3:
-            with pytest.raises(RuntimeError, match="not today"):
-                failing(window, model, shares[rank], "between")
-        record = window.run(shares[rank], loss)
-        norm = big_batch(wanted, plain, [batch for share in shares for batch in share])
-        most = max(held[:ranks])
-        found.append(
-            (record.gradient_norm - norm, record.reductions, 1 if reduce == "per_update" else most)
-        )
-    kept = switches == [one._sync_gradients for one in FullyShardedDataParallel.fsdp_modules(model)]
-    return [distance(model, wanted), found, kept, window.counters.updates_applied]
+    for reduce, originals in itertools.product(("per_update", "per_micro_batch"), (False, True)):
+        model, wanted = sharded(strategy, use_orig_params=originals), net()
+        window, plain = window_over(model, reduce=reduce), adamw(wanted)
+        switches = [one._sync_gradients for one in FullyShardedDataParallel.fsdp_modules(model)]
+        for update, held in enumerate([(2, 2, 2, 2), (3, 1, 1, 2), (0, 2, 1, 1), (2, 2, 2, 2)]):
+            shares = [batches(100 * update + 10 * one, held[one]) for one in range(ranks)]
+            if update == 3:
+                with pytest.raises(RuntimeError, match="not today"):
+                    failing(window, model, shares[rank], "between")
+            with counted() as seen:
+                record = window.run(shares[rank], loss)
+            norm = big_batch(wanted, plain, [batch for share in shares for batch in share])
+            assert record.gradient_norm == pytest.approx(norm, rel=1e-14)
+            predicted = window.traffic(max(held[:ranks]))
+            assert record.reductions == predicted.reductions
+            if update < 2:  # then a batch is lent, and a failed update leaves something gathered
+                assert (seen.reduced, seen.gathered) == (predicted.reduced_bytes, predicted.gathered_bytes)
+        assert switches == [one._sync_gradients for one in FullyShardedDataParallel.fsdp_modules(model)]
+        found.append((distance(model, wanted), window.counters.updates_applied))
+    return found
 
 
-@pytest.mark.parametrize("reduce", ["per_update", "per_micro_batch"])
 @pytest.mark.parametrize(
     ("ranks", "strategy"), [(2, "FULL_SHARD"), (2, "SHARD_GRAD_OP"), (4, "HYBRID_SHARD")]
 )
-def test_the_update_is_that_of_the_big_batch(ranks: int, strategy: str, reduce: str) -> None:
-    for error, found, kept, applied in run_ranks(same_as_big_batch, ranks, strategy, reduce):
-        assert error < 1e-14
-        assert kept
-        assert applied == 4
-        for norm_error, reductions, wanted in found:
-            assert abs(norm_error) < 1e-14
-            assert reductions == wanted
+def test_the_update_is_that_of_the_big_batch(ranks: int, strategy: str) -> None:
+    for found in run_ranks(same_as_big_batch, ranks, strategy):
+        for error, applied in found:
+            assert error < 1e-14
+            assert applied == 4
 
 
 def cannot_go_back(rank: int, _ranks: int, where: str) -> list[str]:
@@ -141,7 +176,86 @@ def test_gradients_that_the_last_backward_does_not_reach_are_not_lost_silently()
         assert "_saved_grad_shard" in message  # torch's own words
 
 
-def refusals(_rank: int, _ranks: int) -> list[str]:
+class Adapted(nn.Module):
+    """Layers of which some parameters are frozen and two layers share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        self.again.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+        self.last.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.last(torch.tanh(self.again(torch.tanh(self.first(x)))))
+        return logits
+
+
+def adapted(rank: int, ranks: int, reduce: str) -> float:
+    """What a flat parameter without originals can't hold; an evaluation before each update."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    wanted = Adapted().double()
+    model: Any = FullyShardedDataParallel(
+        copy.deepcopy(wanted), device_id=torch.device("cpu"), use_orig_params=True
+    )
+    window, plain = window_over(model, reduce=reduce), adamw(wanted)
+    for update in range(3):
+        shares = [batches(100 * update + 10 * one, 3 - one) for one in range(ranks)]
+        with torch.no_grad():
+            model(shares[0][0]["x"])
+        record = window.run(shares[rank], loss)
+        norm = big_batch(wanted, plain, [batch for share in shares for batch in share])
+        assert record.gradient_norm == pytest.approx(norm, rel=1e-14)
+    return distance(model, wanted)
+
+
+@pytest.mark.parametrize("reduce", ["per_update", "per_micro_batch"])
+def test_frozen_and_tied_parameters_in_one_flat_parameter(reduce: str) -> None:
+    assert max(run_ranks(adapted, 2, reduce)) < 1e-14
+
+
+def touched(rank: int, ranks: int) -> list[Any]:
+    """A loop that writes or clears gradients which FSDP shows anew after each forward."""
+    found = []
+    for reduce, touch in itertools.product(("per_update", "per_micro_batch"), TOUCHES):
+        model, wanted = sharded(use_orig_params=True), net()
+        window, plain = window_over(model, reduce=reduce), adamw(wanted)
+        shares = [batches(10 * one, 3) for one in range(ranks)]
+        with pytest.raises(ChangedInsideWindowError):
+            touching(window, model, shares[rank], touch)
+        window.run(shares[rank], loss)
+        big_batch(wanted, plain, [batch for share in shares for batch in share])
+        found.append((reduce, touch, distance(model, wanted)))
+    return found
+
+
+def touching(window: UpdateWindow, model: Any, given: list[Batch], touch: str) -> None:
+    with window.update(given) as update:
+        for index, batch in enumerate(update):
+            summed = loss(model, batch)
+            if index == 1 and touch.startswith("before"):
+                TOUCHES[touch](model)
+            update.backward(summed)
+            if index == 1 and touch.startswith("after"):
+                TOUCHES[touch](model)
+
+
+TOUCHES: dict[str, Callable[[Any], Any]] = {
+    "before the backward: cleared": lambda model: model.zero_grad(),
+    "after it: cleared": lambda model: model.zero_grad(),
+    "after it: written": lambda model: next(p for p in model.parameters() if p.grad is not None).grad.mul_(
+        2.0
+    ),
+}
+
+
+def test_gradients_that_are_shown_anew_are_watched_too() -> None:
+    for found in run_ranks(touched, 2):
+        assert max(error for *_, error in found) < 1e-14
+
+
+def refusals(rank: int, _ranks: int) -> list[str]:
     told: list[str] = []
 
     def refused(make: Callable[[], Any]) -> None:
@@ -149,11 +263,12 @@ def refusals(_rank: int, _ranks: int) -> list[str]:
             make()
         told.append(str(caught.value))
 
-    refused(lambda: window_over(sharded(use_orig_params=True)))
     refused(lambda: window_over(sharded("NO_SHARD")))
     low = MixedPrecision(param_dtype=torch.bfloat16)
-    refused(lambda: window_over(sharded(mixed_precision=low)))
-    window_over(sharded(mixed_precision=low), reduce="per_micro_batch")
+    window = window_over(sharded(mixed_precision=low))
+    refused(lambda: window.run(batches(10 * rank, 5), loss))
+    window = window_over(sharded().bfloat16(), reduce="per_micro_batch")
+    refused(lambda: window.run(batches(10 * rank, 5), loss))
     refused(lambda: window_over(sharded(), reduce="after_agreement"))
     hooked = sharded()
     hooked.register_comm_hook(None, lambda *_: None)
@@ -167,10 +282,10 @@ def refusals(_rank: int, _ranks: int) -> list[str]:
 
 def test_what_cannot_be_run_exactly_is_refused() -> None:
     for told in run_ranks(refusals, 2):
-        originals, strategy, precision, mode, hook, outside = told
-        assert "use_orig_params=False" in originals
+        strategy, held_back, reduced, mode, hook, outside = told
         assert "strategies NO_SHARD" in strategy
-        assert "adds held-back gradients up in torch.bfloat16" in precision
+        assert "that are held back in the dtype that the forward computes in" in held_back
+        assert "adds sharded gradients up in the dtype of the parameters" in reduced
         assert "is a mode of DistributedDataParallel" in mode
         assert "communication hook" in hook
         assert "2 of the optimizer's 5 parameters are not sharded" in outside

@@ -189,6 +189,10 @@ HELD_BACK_FSDP1 = (
     'in, whatever its reduce_dtype; reduce each micro-batch with reduce="per_micro_batch", or use '
     "fully_shard with a MixedPrecisionPolicy"
 )
+SHARDED_FSDP1 = (
+    "FullyShardedDataParallel adds sharded gradients up in the dtype of the parameters; keep those in "
+    "float32 and compute in bfloat16, with mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)"
+)
 DEEPSPEED = (
     "DeepSpeed adds gradients up in the dtype of its model; say "
     '"data_types": {"grad_accum_dtype": "fp32"} in its configuration'

@@ -204,6 +204,24 @@ class GradientWatch:
         )
 
 
+class RenewedGradientWatch(GradientWatch):
+    """The same where an engine shows gradients in new tensors after each forward: asks where they lie."""
+
+    def mark(self, *, whole: bool = True) -> None:  # noqa: ARG002
+        self._seen = self._look()
+
+    def changed(self, *, whole: bool = True) -> bool:  # noqa: ARG002
+        return self._look() != self._seen
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, light: int | None = None) -> None:
+        super().__init__(parameters, light=light)
+        self.mark()
+
+    def _look(self) -> list[tuple[int, int] | None]:
+        gradients = map(_GRADIENT, self._parameters)
+        return [None if one is None else (one._version, one.data_ptr()) for one in gradients]
+
+
 _GRADIENT = attrgetter("grad")
 _KIND = attrgetter("device", "dtype", "layout")
 

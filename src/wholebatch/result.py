@@ -22,12 +22,14 @@ class Result:
         nonfinite: whether the reduced gradient is NaN or infinite somewhere.
         losses: for each micro-batch and term, its summed loss.
         items: for each micro-batch and term, the items that the loss summed.
-        norm: Euclidean norm of the reduced gradient.
+        norm: Euclidean norm of the reduced gradient, or of this rank's part of it.
+        num_gradients: parameters of the optimizers that have one on this rank.
         peak_memory_bytes: of this process; 0 where unknown.
     """
 
     nonfinite: bool
     norm: float
+    num_gradients: int
     losses: tuple[tuple[float, ...], ...]
     items: tuple[tuple[float, ...], ...]
     peak_memory_bytes: int
@@ -38,8 +40,9 @@ class Result:
         counted = roles.counts_losses
         return [
             float(self.nonfinite or first_bad != 0),
-            norm := 0.0 if self.nonfinite else self.norm,
-            norm**2,
+            self.norm,
+            self.norm * self.norm,  # infinite where it overflows, which a power of floats refuses
+            float(self.num_gradients),
             *(sum(row[term] for row in self.losses) if counted else 0.0 for term in range(num_terms)),
             *(sum(row[term] for row in self.items) if counted else 0.0 for term in range(num_terms)),
             *roles.slots(float(first_bad)),
@@ -65,11 +68,15 @@ class GlobalResult:
         losses, items: by term, summed over all micro-batches and replicas.
         bad: by rank, as ``Result._bad_micro_batch``.
         same_gradient: whether every rank finds the same norm, as of one reduced gradient.
+        norm_of_parts: the norm of a gradient of which each rank tells a part.
+        some_gradient: whether a parameter of the optimizers has one on some rank.
         peak_memory_bytes: by rank; ``None`` where unknown.
     """
 
     nonfinite: bool
     same_gradient: bool
+    norm_of_parts: float
+    some_gradient: bool
     losses: tuple[float, ...]
     items: tuple[float, ...]
     bad: tuple[int, ...]
@@ -78,13 +85,15 @@ class GlobalResult:
     @classmethod
     def from_sums(cls, sums: Sequence[float], *, num_ranks: int, num_terms: int) -> GlobalResult:
         """Read payloads that were added up over ``num_ranks``."""
-        nonfinite, norm, square, *rest = sums
+        nonfinite, norm, square, num_gradients, *rest = sums
         by_term, by_rank = rest[: 2 * num_terms], rest[2 * num_terms :]
         peaks = [round(peak) for peak in by_rank[num_ranks:]]
         return cls(
             nonfinite=nonfinite > 0,
             # other kernels on other machines may round the norm differently, and no more than that
-            same_gradient=nonfinite > 0 or num_ranks * square - norm**2 <= 1e-8 * norm**2,
+            same_gradient=not square < math.inf or num_ranks * square - norm**2 <= 1e-8 * norm**2,
+            norm_of_parts=math.sqrt(square),
+            some_gradient=num_gradients > 0,
             losses=tuple(by_term[:num_terms]),
             items=tuple(by_term[num_terms:]),
             bad=tuple(round(number) for number in by_rank[:num_ranks]),
@@ -106,7 +115,7 @@ class GlobalResult:
 
 def result_size(num_terms: int, num_ranks: int) -> int:
     """Numbers in a payload."""
-    return 3 + 2 * num_terms + 2 * num_ranks
+    return 4 + 2 * num_terms + 2 * num_ranks
 
 
 def losses_by_term(

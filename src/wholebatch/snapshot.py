@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from wholebatch.errors import StaleGradientsError, WindowUsageError
-from wholebatch.gradients import GradientWatch, clear_gradients
+from wholebatch.gradients import GradientWatch, RenewedGradientWatch, clear_gradients
 from wholebatch.replay import BufferKeeper, RandomState
 
 OnStaleGradients = Literal["raise", "clear", "include"]
@@ -26,18 +26,22 @@ class Snapshot:
     Args:
         model: whose parameters, buffers and mode are watched.
         on_stale_gradients: what to do with gradients that are there before the first micro-batch.
+        renewed: the engine shows the same gradients in new tensors after each forward.
 
     Attributes:
         gradients: tells whether somebody else touches them; to be asked in every turn.
     """
 
-    def __init__(self, model: nn.Module, on_stale_gradients: OnStaleGradients) -> None:
+    def __init__(
+        self, model: nn.Module, on_stale_gradients: OnStaleGradients, *, renewed: bool = False
+    ) -> None:
         if on_stale_gradients not in ("raise", "clear", "include"):
             raise WindowUsageError(
                 f'on_stale_gradients={on_stale_gradients!r} is none of "raise", "clear", "include"'
             )
         self._model = model
         self._on_stale = on_stale_gradients
+        self._watch = RenewedGradientWatch if renewed else GradientWatch
         self._buffers = BufferKeeper(model)
         self._taken = False
         self._updates = 0
@@ -47,7 +51,7 @@ class Snapshot:
         self._states: list[tuple[int, bool]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         self._whole_modes: list[tuple[nn.Module, bool]] = []
-        self.gradients = GradientWatch(())
+        self.gradients: GradientWatch = GradientWatch(())
         self._random: RandomState | None = None
 
     @property
@@ -88,7 +92,7 @@ class Snapshot:
         self._watched = _watched(parameters, modules)
         self._states = _states(self._watched)
         closely = self._updates < CLOSE_UPDATES or self._updates % CLOSE_UPDATES == 0
-        self.gradients = GradientWatch(parameters, light=None if closely else self._updates)
+        self.gradients = self._watch(parameters, light=None if closely else self._updates)
         self._updates += 1
         self._taken = True
 

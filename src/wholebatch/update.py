@@ -570,6 +570,7 @@ class Update:
         result = Result(
             nonfinite=not window.finish.can_be_stepped(reading.norm),
             norm=reading.norm,
+            num_gradients=len(gradients_of(window.finish.parameters)),
             losses=tuple(rows[:held]),
             items=tuple(rows[held:]),
             peak_memory_bytes=window.peak_memory.read() or 0,
@@ -586,15 +587,27 @@ class Update:
         except OtherRankFailedError as other:
             raise problem or other from None
         total = GlobalResult.from_sums(sums, num_ranks=ranks.roles.num_ranks, num_terms=terms)
-        if not total.same_gradient:
-            self._irrevocable = False  # every rank raises this
+        norm = total.norm_of_parts if ranks.norm_in_parts else reading.norm
+        self._refuse_odd_gradient(total, norm)
+        return norm, total
+
+    def _refuse_odd_gradient(self, total: GlobalResult, norm: float) -> None:
+        """Refuse what all ranks see alike, so that all of them roll back."""
+        ranks = self._window.ranks
+        self._irrevocable = False
+        if not total.some_gradient and norm == 0.0 and any(total.items) and ranks.stepper is None:
             raise UpdateError(
-                f"rank {ranks.rank} holds a gradient of norm {reading.norm:.6g} and another rank another "
-                f"one: they were not reduced as a whole. Something ran the engine's reduction beside the "
+                f"rank {ranks.rank}: no parameter of the optimizer received a gradient; is the optimizer "
+                f"built from the parameters of this model?"
+            )
+        if not (ranks.norm_in_parts or total.same_gradient):
+            raise UpdateError(
+                f"rank {ranks.rank} holds a gradient of norm {norm:.6g} and another rank another one: "
+                f"they were not reduced as a whole. Something ran the engine's reduction beside the "
                 f"window, such as torch.autograd.grad in the first update of DDP(static_graph=True). "
                 f"Everything was rolled back"
             )
-        return reading.norm, total
+        self._irrevocable = True
 
     def _problem(self, result: Result) -> UpdateError | None:
         """Why this rank can't commit, if so."""
@@ -616,16 +629,6 @@ class Update:
                         f"objective counted {wanted:g} ahead of the forward; count what is summed (shifted "
                         f"labels, ignored labels, class weights). Everything was rolled back"
                     )
-        if (
-            result.norm == 0.0
-            and window.ranks.stepper is None
-            and any(map(sum, result.items))
-            and not gradients_of(window.finish.parameters)
-        ):
-            return UpdateError(
-                f"rank {window.ranks.rank}: no parameter of the optimizer received a gradient; is the "
-                f"optimizer built from the parameters of this model?"
-            )
         return None
 
     def _conclude(self, total: GlobalTally, result: GlobalResult, norm: float) -> None:
@@ -766,7 +769,7 @@ def _planned_samples(plan: AnyPlan | None) -> int | None:
 
 
 def _micro_batches(batches: Any, plan: AnyPlan | None) -> list[Any]:
-    if not isinstance(batches, list) and isinstance(batches, Tensor | Mapping | str):
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise WindowUsageError(
             f"update takes a list of micro-batches, got one {type(batches).__name__}; cut it with "
             f"wholebatch.split.split_batch(batch, sizes), or pass [batch]"

@@ -170,7 +170,7 @@ class UpdateWindow:
                 max(size(len(terms), ranks.roles.num_ranks) for size in (payload_size, result_size)),
             ),
             terms=terms,
-            snapshot=Snapshot(model, on_stale_gradients),
+            snapshot=Snapshot(model, on_stale_gradients, renewed=ranks.renews_gradients),
             weighting=weighting,
             on_nonfinite=on_nonfinite,
             count_samples=count_samples,
@@ -210,7 +210,12 @@ class UpdateWindow:
 
         Returns:
             Predicted from the model's parameters; ``str()`` says it in words.
+
+        Raises:
+            WindowUsageError: not a number of micro-batches.
         """
+        if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+            raise WindowUsageError(f"traffic takes 1 micro-batch or more, not {micro_batches!r}")
         return self._parts.ranks.traffic(micro_batches)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[list[Any]]:

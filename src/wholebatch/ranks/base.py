@@ -131,6 +131,9 @@ class Ranks(ABC):
             first forward, and ranks with fewer micro-batches run weightless ones beside the others'.
         patience_s: seconds that a rank which failed waits for the others to hear of it; None as long as
             the process group. Short where they may be inside a collective that it left.
+        norm_in_parts: True where norms are of what lies on this rank, each part counted once, so that their
+            squares add up over the ranks; else each rank finds that of the whole gradient.
+        renews_gradients: True where forwards show the same gradients in new tensors.
         runs_windows: True where the engine runs forwards and backwards by a schedule of its own.
         stepper: the engine itself, where it scales, clips and steps; None where torch's optimizer does.
     """
@@ -144,6 +147,8 @@ class Ranks(ABC):
     needs_reset: bool = False
     equal_turns: bool = False
     patience_s: float | None = None
+    norm_in_parts: bool = False
+    renews_gradients: bool = False
     runs_windows: bool = False
     stepper: Stepper | None = None
 
@@ -258,7 +263,7 @@ class Ranks(ABC):
         torch.autograd.backward([loss for loss, _ in roots], [gradient for _, gradient in roots])
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The Euclidean norm of the whole reduced gradient, the same on every rank.
+        """The Euclidean norm of the reduced gradient: of all of it, or of a part where ``norm_in_parts``.
 
         Args:
             gradients: those that lie on this rank; none where it has none.

@@ -18,7 +18,6 @@ Facts of FSDP2 that this file rests on (read in torch 2.13 and tested against it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,16 +32,8 @@ from wholebatch.ranks.base import Reduce, Traffic
 from wholebatch.ranks.roles import roles_of_mesh
 from wholebatch.ranks.several import ShardingRanks
 
-# What a window sets in a group for the time of an update or a micro-batch.
-_SWITCHES = ("reduce_grads", "all_reduce_grads")
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """How a group was before the update."""
-
-    switches: tuple[bool, ...]
-    factor: float | None
+# What a window sets in each group for the time of an update.
+_SWITCHES = ("reduce_grads", "all_reduce_grads", "gradient_divide_factor")
 
 
 class FSDPRanks(ShardingRanks):
@@ -74,11 +65,11 @@ class FSDPRanks(ShardingRanks):
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._groups = _groups(self._modules)
         super().__init__(group, self._groups[0].device, reduce=reduce)
-        self._found: list[_Found] = []
         self.divisor = float(self._one_mesh_size())
         place, size = _place(self._groups[0].mesh_info)
         self.roles = roles_of_mesh(self._totals, place, size, context_parallel)
         self.holders = self.roles.num_ranks
+        self._refuse_ranks_beside()
         self._refuse_own_reductions()
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -96,11 +87,13 @@ class FSDPRanks(ShardingRanks):
     def begin(self) -> None:
         self._refuse_own_reductions()
         self._refuse_left_gradients()
-        self.reductions = 0
-        self._found = [
-            _Found(tuple(getattr(group, name) for name in _SWITCHES), group.gradient_divide_factor)
-            for group in self._groups
-        ]
+        contexts = [module._get_fsdp_state()._state_ctx for module in self._modules]
+        self._note(
+            [(group, name) for group in self._groups for name in _SWITCHES]
+            + [(context, "is_last_backward") for context in contexts]
+        )
+        for context in contexts:
+            context.is_last_backward = True  # or what was gathered ahead is used after the step
         for group in self._groups:
             group.gradient_divide_factor = None
             group.reshard()  # a forward without gradients may have left it gathered
@@ -141,22 +134,13 @@ class FSDPRanks(ShardingRanks):
         return _traffic(self._groups, kept, micro_batches, per_micro_batch=self._per_micro_batch)
 
     def end(self, *, committed: bool) -> None:
-        if self._found:
-            self._put_switches_back()
-            for group, found in zip(self._groups, self._found, strict=True):
-                group.gradient_divide_factor = found.factor
-            self._found = []
-        if not committed:
-            self._reset()
+        super().end(committed=committed)
+        for group in self._groups:
+            group.reshard()  # what is gathered still has the parameters from before the step
 
     def _switch(self) -> None:
         for group in self._groups:
             group.reduce_grads, group.all_reduce_grads = self.synchronises, self._last
-
-    def _put_switches_back(self) -> None:
-        for group, found in zip(self._groups, self._found, strict=True):
-            for name, value in zip(_SWITCHES, found.switches, strict=True):
-                setattr(group, name, value)
 
     # What is left inside ---------------------------------------------------------------------------
 
@@ -180,11 +164,6 @@ class FSDPRanks(ShardingRanks):
             )
 
     def _reset(self) -> None:
-        """Take everything of an update that did not commit out of the groups.
-
-        Raises:
-            UnsupportedError: this torch can't; the window can't go on.
-        """
         for module in self._modules:
             state = module._get_fsdp_state()
             if not hasattr(module, "reset_iter_state"):
@@ -213,6 +192,18 @@ class FSDPRanks(ShardingRanks):
             )
         (size,) = sizes
         return size
+
+    def _refuse_ranks_beside(self) -> None:
+        """Refuse ranks over which no mesh extends: they would train models of their own."""
+        spread = max(
+            one.sharded_param.device_mesh.size() for group in self._groups for one in group.fsdp_params
+        )
+        if spread < self.roles.num_ranks:
+            raise UnsupportedError(
+                f"{self.roles.num_ranks} ranks are running and the model is sharded over {spread} of them, "
+                f"so that nobody reduces over the others; shard it over a mesh of all ranks, of two "
+                f"dimensions for copies (HSDP), or give the window the process group of these {spread}"
+            )
 
     def _refuse_own_reductions(self) -> None:
         for group in self._groups:

@@ -5,6 +5,13 @@ Facts of FSDP1 that this file rests on (read in torch 2.13 and tested against it
 * Forward and backward gather parameters, so every rank must run as many of them as the others.
 * The post-backward hook of each flat parameter reads its module's ``_sync_gradients``. Held back, the whole
   gradient waits in the flat parameter, in the dtype of the forward: bfloat16 under such mixed precision.
+  Reduced each time, shards are added up in the dtype of the parameters.
+* With ``use_orig_params=True`` the optimizer's parameters are views of flat ones, and so are their
+  gradients, which a forward or backward makes anew. A parameter without elements on a rank has none there.
+  Before it gathers, it takes over what somebody wrote, and writes zeros where a gradient is missing: at the
+  place that the parameter has in a shard, also into a whole gradient.
+* The outermost wrapper stays gathered from its forward to its backward. SHARD_GRAD_OP does everywhere, and
+  on to the next forward where the reduction is held back.
 * It divides by ``_gradient_predivide_factor`` before and ``_gradient_postdivide_factor`` after the sum.
 * Where the reducing backward does not reach a flat parameter that holds a whole gradient, it raises itself.
 * After an exception inside a forward or backward its states stay where they were, and it can't go on.
@@ -15,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+from wholebatch.accumulation import HELD_BACK_FSDP1, SHARDED_FSDP1, WideGradients, too_narrow
 from wholebatch.errors import StaleGradientsError, UnsupportedError
-from wholebatch.ranks.base import Reduce, Roles
+from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.several import ShardingRanks
 
 
@@ -35,7 +42,7 @@ class FSDP1Ranks(ShardingRanks):
         group: all ranks of the job.
 
     Raises:
-        UnsupportedError: a strategy, precision or hook that can't be run exactly.
+        UnsupportedError: a strategy or hook that can't be run exactly.
     """
 
     engine = "FullyShardedDataParallel"
@@ -46,8 +53,8 @@ class FSDP1Ranks(ShardingRanks):
         self._model = model
         self._states: list[Any] = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
         self._handles: list[Any] = [one._handle for one in self._states if one._handle is not None]
+        self.renews_gradients = any(handle._use_orig_params for handle in self._handles)
         super().__init__(group, self._handles[0].device, reduce=reduce)
-        self._found: list[bool] = []
         self._refuse_modes()
         first = self._states[0]
         self.divisor = float(first._gradient_predivide_factor * first._gradient_postdivide_factor)
@@ -60,8 +67,8 @@ class FSDP1Ranks(ShardingRanks):
         self.holders = self.roles.num_ranks // first.world_size  # a flat parameter is a plain shard
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
-        ignored = {id(p) for one in self._states for p in one._ignored_params}
-        known = {id(parameter) for parameter in self._model.parameters()} - ignored
+        flat = [handle.flat_param for handle in self._handles]
+        known = {id(p) for one in flat for p in (one, *(one._params or ()), *(one._shared_params or ()))}
         outside = [p for p in parameters if p.requires_grad and id(p) not in known]
         if outside:
             raise UnsupportedError(
@@ -73,30 +80,60 @@ class FSDP1Ranks(ShardingRanks):
 
     def begin(self) -> None:
         self._refuse_modes()
-        self.reductions = 0
         if left := self._whole_gradients():
-            self._clear()
+            self._reset()
             raise StaleGradientsError(
                 f"{left} flat parameters hold whole gradients before the first micro-batch of this update; "
                 f"a backward outside the window, under no_sync, left them. They are thrown away now; "
                 f"run the update again"
             )
-        self._found = [one._sync_gradients for one in self._states]
+        self._note(
+            [(one, "_sync_gradients") for one in self._states]
+            + [(handle, "_skip_writeback_check") for handle in self._handles]
+        )
+        for handle in self._handles:
+            if handle._use_orig_params:
+                handle._writeback_orig_params()  # what was written between updates; inside, nothing may be
+            handle._skip_writeback_check = True
+
+    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:  # noqa: ARG002
+        kept = SHARDED_FSDP1 if self._per_micro_batch else HELD_BACK_FSDP1
+        dtypes = [
+            handle.flat_param.dtype if self._per_micro_batch else handle._fwd_bwd_param_dtype
+            for handle in self._handles
+        ]
+        if narrow := wide.wanted(dtypes, micro_batches=micro_batches):
+            raise UnsupportedError(too_narrow(narrow, kept))
+
+    def traffic(self, micro_batches: int) -> Traffic:
+        reductions = micro_batches if self._per_micro_batch else 1
+        reduced = gathered = held = 0
+        for state in self._states:
+            if (handle := state._handle) is None:
+                continue
+            copies = self.roles.num_ranks // state.world_size
+            again = state is not self._states[0]  # the outermost stays gathered
+            gathers = micro_batches * (2 if again else 1)
+            if state.sharding_strategy == ShardingStrategy.SHARD_GRAD_OP:
+                gathers = reductions
+            elements = handle.flat_param._padded_unsharded_size.numel()
+            inside, over = handle._fwd_bwd_param_dtype.itemsize, handle._reduce_dtype.itemsize
+            gathered += gathers * elements * inside
+            if handle.flat_param.requires_grad:
+                reduced += reductions * over * (elements + elements // state.world_size * (copies > 1))
+                held += elements * inside * (not self._per_micro_batch and micro_batches > 1)
+        return Traffic(
+            reductions=reductions, reduced_bytes=reduced, gathered_bytes=gathered, held_bytes=held
+        )
 
     def end(self, *, committed: bool) -> None:
-        if self._found:
-            self._put_switches_back()
-            self._found = []
-        if not committed:
-            self._clear()
+        super().end(committed=committed)
+        for handle in self._handles:
+            handle._reset_flat_param_grad_info_if_needed()  # lets go of what no original parameter shows
 
     def _switch(self) -> None:
         for one in self._states:
             one._sync_gradients = self.synchronises
-
-    def _put_switches_back(self) -> None:
-        for one, found in zip(self._states, self._found, strict=True):
-            one._sync_gradients = found
 
     # What is left inside ---------------------------------------------------------------------------
 
@@ -108,12 +145,7 @@ class FSDP1Ranks(ShardingRanks):
             for handle in self._handles
         )
 
-    def _clear(self) -> None:
-        """Take everything of an update that did not commit out of FSDP.
-
-        Raises:
-            UnsupportedError: it ended inside a forward or backward, and FSDP stays there.
-        """
+    def _reset(self) -> None:
         idle = all(one.training_state.name == "IDLE" for one in self._states)
         if not idle or any(handle._training_state.name != "IDLE" for handle in self._handles):
             raise UnsupportedError(
@@ -138,21 +170,8 @@ class FSDP1Ranks(ShardingRanks):
                 f"SHARD_GRAD_OP and HYBRID_SHARD for all of it. For NO_SHARD use DistributedDataParallel"
             )
         for one in self._states:
-            if one._use_orig_params:
-                raise UnsupportedError(
-                    "FullyShardedDataParallel(use_orig_params=True) hands out other tensors as gradients "
-                    "in each forward, so that nobody can tell whether the loop wrote them; build it with "
-                    "use_orig_params=False, or use fully_shard"
-                )
             if one._comm_hook is not None:
                 raise UnsupportedError(
                     "FullyShardedDataParallel has a communication hook, and nobody vouches for what it "
                     "divides by; leave it out, or use fully_shard"
-                )
-            low = one.mixed_precision.param_dtype
-            if low in (torch.bfloat16, torch.float16) and not self._per_micro_batch:
-                raise UnsupportedError(
-                    f"FullyShardedDataParallel(mixed_precision=MixedPrecision(param_dtype={low})) adds "
-                    f'held-back gradients up in {low}; build the window with reduce="per_micro_batch", or '
-                    f"use fully_shard, which adds them up in its reduce_dtype"
                 )

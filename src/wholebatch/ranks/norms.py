@@ -1,8 +1,8 @@
 """The norm of a gradient whose parts lie on several ranks, each part counted once.
 
 PyTorch's own ``clip_grad_norm_`` refuses a mixture of DTensors over different meshes and plain tensors.
-Here every rank adds up the squares of what it holds, divided by the number of ranks that hold the same,
-and one reduction adds up over all.
+Here every rank adds up the squares of what it holds, divided by the number of ranks that hold the same.
+What is left is one sum over the ranks, which they can take with all else that they tell each other.
 """
 
 from __future__ import annotations
@@ -14,29 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wholebatch.gradients import is_sharded, on_this_rank, total_norm
+from wholebatch.gradients import careful_norm, is_sharded, on_this_rank, total_norm
 
 
 @torch.no_grad()
-def norm_over_ranks(
-    gradients: Sequence[Tensor], *, holders: int, group: dist.ProcessGroup, device: torch.device
-) -> Tensor:
-    """``sqrt(sum over ranks of sum_g |g_r|^2 * shards(g) / holders)``: the norm of the whole gradient.
+def norm_on_this_rank(gradients: Sequence[Tensor], *, holders: int, device: torch.device) -> Tensor:
+    """``sqrt(sum_g |g_r|^2 * shards(g) / holders)``: its squares over the ranks add up to the whole norm's.
 
     Args:
         gradients: those that lie on this rank, DTensors and plain ones; none where it has none.
         holders: ranks over which the parameters of this rank are spread or copied. A gradient cut in s
             shards is then held by ``holders / s`` ranks at each place, a plain one by all.
-        group: all ranks of the job; each calls this.
         device: of the gradients.
 
     Returns:
-        0-dimensional tensor, the same on every rank; nothing is read by the host.
+        0-dimensional tensor; nothing is read by the host.
 
     Exactness: rounding of the sums in float32, or the gradients' own dtype where wider. Overflows where
-    the squares do; :func:`careful_norm_over_ranks` does not.
+    the squares do; :func:`careful_norm_on_this_rank` does not.
     """
-    return norm_of_parts(_weighed(gradients, holders), group=group, device=device)
+    return _square(_weighed(gradients, holders), device).sqrt()
 
 
 @torch.no_grad()
@@ -54,34 +51,31 @@ def norm_of_parts(
     Returns:
         0-dimensional tensor, the same on every rank; nothing is read by the host.
 
-    Exactness: as :func:`norm_over_ranks`.
+    Exactness: as :func:`norm_on_this_rank`.
     """
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    for weight, held in parts.items():
-        square += total_norm(held).to(torch.float64) ** 2 * weight
+    square = _square(parts, device)
     dist.all_reduce(square, group=group)
     return square.sqrt()
 
 
 @torch.no_grad()
-def careful_norm_over_ranks(
-    gradients: Sequence[Tensor], *, holders: int, group: dist.ProcessGroup, device: torch.device
-) -> float:
-    """The same where its squares overflow: ``m * norm(g / m)`` with m the largest element of all ranks.
+def careful_norm_on_this_rank(gradients: Sequence[Tensor], *, holders: int) -> float:
+    """The same where its squares overflow, as :func:`wholebatch.gradients.careful_norm`.
 
     Returns:
         A number; infinite or NaN only where some gradient is. Reads the device.
 
     Exactness: rounding of one sum in float64.
     """
-    return careful_norm_of_parts(_weighed(gradients, holders), group=group, device=device)
+    weighed = _weighed(gradients, holders)
+    return math.hypot(*(math.sqrt(weight) * careful_norm(held) for weight, held in weighed.items()))
 
 
 @torch.no_grad()
 def careful_norm_of_parts(
     parts: Mapping[float, Sequence[Tensor]], *, group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """The same of parts by what their squares count for, as in :func:`norm_of_parts`.
+    """The same where its squares overflow: ``m * norm(g / m)`` with m the largest element of all ranks.
 
     Returns:
         A number; infinite or NaN only where some gradient is. Reads the device.
@@ -104,6 +98,14 @@ def careful_norm_of_parts(
         square += total_norm([part / most for part in held]) ** 2 * weight
     dist.all_reduce(square, group=group)
     return most * math.sqrt(float(square))
+
+
+def _square(parts: Mapping[float, Sequence[Tensor]], device: torch.device) -> Tensor:
+    """``sum_w w * |parts_w|^2`` of this rank."""
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for weight, held in parts.items():
+        square += total_norm(held).to(torch.float64) ** 2 * weight
+    return square
 
 
 def _weighed(gradients: Sequence[Tensor], holders: int) -> dict[float, list[Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from wholebatch.errors import UnsupportedError
 from wholebatch.ranks.base import Ranks, Reduce
 from wholebatch.ranks.collectives import HostTotal, HostTotals, alive
-from wholebatch.ranks.norms import careful_norm_over_ranks, norm_over_ranks
+from wholebatch.ranks.norms import careful_norm_on_this_rank, norm_on_this_rank
 
 # How long a rank that failed waits for others that may be inside a collective which it left.
 PATIENCE_S = 60.0
@@ -75,9 +75,10 @@ class SpreadRanks(SeveralRanks):
         device: of the gradients.
 
     Attributes:
-        holders: over how many ranks the parameters of this rank are spread; see ``norm_over_ranks``.
+        holders: over how many ranks the parameters of this rank are spread; see ``norm_on_this_rank``.
     """
 
+    norm_in_parts = True
     holders: int
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -85,12 +86,10 @@ class SpreadRanks(SeveralRanks):
         self._device = device
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        return norm_over_ranks(gradients, holders=self.holders, group=self.group, device=self._device)
+        return norm_on_this_rank(gradients, holders=self.holders, device=self._device)
 
     def careful_norm(self, gradients: Sequence[Tensor]) -> float:
-        return careful_norm_over_ranks(
-            gradients, holders=self.holders, group=self.group, device=self._device
-        )
+        return careful_norm_on_this_rank(gradients, holders=self.holders)
 
 
 class ShardingRanks(SpreadRanks):
@@ -119,6 +118,7 @@ class ShardingRanks(SpreadRanks):
         super().__init__(group, device)
         self._per_micro_batch = reduce == "per_micro_batch"
         self._last = False
+        self._found: list[tuple[Any, str, Any]] = []  # the engine's switches as they were before the update
 
     @property
     def meets(self) -> bool:
@@ -132,20 +132,35 @@ class ShardingRanks(SpreadRanks):
         try:
             yield
         finally:
-            self._put_switches_back()
             self.synchronises = self._last = False
 
     def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().backward(roots)
         self.reductions += self.synchronises
 
+    def end(self, *, committed: bool) -> None:
+        for owner, name, value in self._found:
+            setattr(owner, name, value)
+        self._found = []
+        if not committed:
+            self._reset()
+
+    def _note(self, switches: Iterable[tuple[Any, str]]) -> None:
+        """Remember switches that the window sets, by owner and name, until the end of the update."""
+        self.reductions = 0
+        self._found = [(owner, name, getattr(owner, name)) for owner, name in switches]
+
     @abstractmethod
     def _switch(self) -> None:
         """Set the engine's switches for the open micro-batch."""
 
     @abstractmethod
-    def _put_switches_back(self) -> None:
-        """Set them as they were before the update."""
+    def _reset(self) -> None:
+        """Take everything of an update that did not commit out of the engine.
+
+        Raises:
+            UnsupportedError: it can't be; the window can't go on.
+        """
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -253,18 +253,25 @@ class Finish:
                     optimizer.step()
                 else:
                     self.scaler.step(optimizer)
-        if self.scaler is not None:
-            self.scaler.update()
+        self._move_scale(overflowed=False)
         torch.clear_autocast_cache()  # it holds casts of the parameters as they were
 
     def skip(self, *, gradient_overflowed: bool) -> None:
         """Leave the optimizers alone; a loss scale that overflowed backs off."""
-        if self.scaler is None:
-            return
         if gradient_overflowed:
-            self.scaler.update()
+            self._move_scale(overflowed=True)
         else:
             self.forget_unscaling()
+
+    def _move_scale(self, *, overflowed: bool) -> None:
+        """Update the loss scale by what all ranks found: this one may hold a finite part, or none."""
+        if self.scaler is None:
+            return
+        device: Any = self.parameters[0].device
+        found = torch.full((), float(overflowed), dtype=torch.float32, device=device)
+        for optimizer in self.optimizers:
+            self.scaler._found_inf_per_device(optimizer)[device] = found
+        self.scaler.update()
 
     def forget_unscaling(self) -> None:
         """Forget that gradients were unscaled, without moving the loss scale."""

@@ -124,6 +124,7 @@ class Update:
         self._agreed = False  # every rank knows how this update ended
         self._irrevocable = False
         self._unscaled = False
+        self._failed_inside: Exception | None = None  # a loss that failed inside a schedule
         self._learning_rates: list[float] = []
         self._record: UpdateRecord | None = None
 
@@ -372,20 +373,31 @@ class Update:
         window.ranks.check_window(self._held)
 
         found: dict[int, dict[str, LossSum]] = {}
+        failed: dict[int, Exception] = {}
 
-        def weighed(output: Tensor, batch: Any, number: int) -> Tensor:
-            by_term = self._by_term(loss_of(output, batch))
+        def weighed(output: Any, batch: Any, number: int) -> Tensor | None:
+            self._turn = number
+            failed.pop(number, None)
+            try:
+                by_term = self._by_term(loss_of(output, batch))
+                seeds = {term: self._seed(term, one, False) for term, one in by_term.items()}
+                total = torch.stack([one.loss_sum * seeds[term] for term, one in by_term.items()]).sum()
+                if not total.requires_grad:
+                    self._refuse_missing_graph(by_term)
+            except Exception as error:  # told when the schedule is over, as the other ranks are inside it
+                failed[number] = error
+                return None
             found[number] = {
                 term: LossSum(one.loss_sum.detach(), one.num_items) for term, one in by_term.items()
             }
-            seeds = {term: self._seed(term, one, False) for term, one in by_term.items()}
-            return torch.stack([one.loss_sum * seeds[term] for term, one in by_term.items()]).sum()
+            return total if total.requires_grad else None
 
         self._refuse(self._changed())
         self._meet_before_reducing()
         window.ranks.run_window(weighed)
-        self._losses = [found[number] for number in sorted(found)]
         self._irrevocable = False
+        self._failed_inside = failed[min(failed)] if failed else None
+        self._losses = [found[number] for number in sorted(found)]
         self._turns_run = len(self._held)
         window.snapshot.gradients.mark(whole=True)
 
@@ -609,8 +621,10 @@ class Update:
             )
         self._irrevocable = True
 
-    def _problem(self, result: Result) -> UpdateError | None:
+    def _problem(self, result: Result) -> Exception | None:
         """Why this rank can't commit, if so."""
+        if self._failed_inside is not None:
+            return self._failed_inside
         window, counted_ahead = self._window, self._ahead.items
         has_losses = window.ranks.roles.counts_losses  # not the other stages of a pipeline
         same = counted_ahead == result.items or not has_losses

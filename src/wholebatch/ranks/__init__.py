@@ -73,6 +73,12 @@ def find_ranks(
             f"reduction_divisor={reduction_divisor!r} tells what a communication hook of "
             f"DistributedDataParallel divides by, and {name} has none; leave it out"
         )
+    if context_parallel is not None and make not in _CONTEXT_PARALLEL:
+        raise UnsupportedError(
+            f"context_parallel over {name} is not known to the window, which would count the items of "
+            f"one part alone; shard the model with fully_shard, or wrap it in DistributedDataParallel, "
+            f"over the ranks of that mesh"
+        )
     return make(model, asked)
 
 
@@ -107,10 +113,6 @@ def _fsdp(model: nn.Module, asked: Asked) -> Ranks:
 def _fsdp1(model: Any, asked: Asked) -> Ranks:
     from wholebatch.ranks.fsdp1 import FSDP1Ranks
 
-    if asked.context_parallel is not None:
-        raise UnsupportedError(
-            "context_parallel over FullyShardedDataParallel is not known to the window; use fully_shard"
-        )
     return FSDP1Ranks(model, reduce=asked.reduce, group=asked.all_ranks())
 
 
@@ -132,7 +134,7 @@ def _megatron(model: Any, asked: Asked) -> Ranks:
 
 
 def _pipeline(model: Any, asked: Asked) -> Ranks:
-    from wholebatch.ranks.pipeline import PipelineRanks
+    from wholebatch.ranks.pipeline_ranks import PipelineRanks
 
     return PipelineRanks(model, reduce=asked.reduce, group=asked.all_ranks())
 
@@ -160,6 +162,8 @@ def _plain(model: nn.Module, asked: Asked) -> Ranks:
 
 
 _Make = Callable[[Any, Asked], Ranks]
+# Those that know ranks which hold parts of one sequence; Megatron-Core's says so in words of its own.
+_CONTEXT_PARALLEL: frozenset[_Make] = frozenset({_ddp, _fsdp, _megatron})
 # By name, so that no engine is imported to say that a model is not one of its own.
 _BY_CLASS: dict[str, _Make] = {
     "DistributedDataParallel": _ddp,

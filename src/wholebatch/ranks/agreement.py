@@ -133,7 +133,7 @@ def _patience(patience_s: float | None) -> str:
     return "the process group's timeout" if patience_s is None else f"{patience_s:g} seconds"
 
 
-def unlike_first(values: Sequence[float]) -> list[int]:
+def unlike_first(values: Sequence[object]) -> list[int]:
     """The ranks whose value is not the first rank's, where each gave its own in its slot."""
     return [rank for rank, value in enumerate(values) if value != values[0]]
 

@@ -249,12 +249,13 @@ class Ranks(ABC):
     def check_window(self, batches: Sequence[Any]) -> None:  # noqa: B027 - as above
         """Take in a rank's micro-batches, where ``runs_windows``; refuse what the schedule can't run."""
 
-    def run_window(self, loss: Callable[[Tensor, Any, int], Tensor]) -> None:
+    def run_window(self, loss: Callable[[Any, Any, int], Tensor | None]) -> None:
         """Run what :meth:`check_window` took in forwards and backwards.
 
         Args:
             loss: ``loss(output, batch, number)``: what is differentiated, by the rank that has the output
-                of the micro-batch of that number; the last call for a number counts.
+                of the micro-batch of that number; None where that failed, which must not stop the rest. The
+                last call for a number counts.
         """
         raise NotImplementedError(f"{type(self).__name__} leaves the loop to the user")
 

@@ -63,14 +63,14 @@ class FSDPRanks(ShardingRanks):
     ) -> None:
         self._model = model
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._groups = _groups(self._modules)
+        self._groups = groups_of(model)
         super().__init__(group, self._groups[0].device, reduce=reduce)
-        self.divisor = float(self._one_mesh_size())
+        self.divisor = float(mesh_size(self._groups))
         place, size = _place(self._groups[0].mesh_info)
         self.roles = roles_of_mesh(self._totals, place, size, context_parallel)
         self.holders = self.roles.num_ranks
         self._refuse_ranks_beside()
-        self._refuse_own_reductions()
+        refuse_own_reductions(self._groups)
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         known = {id(one.sharded_param) for group in self._groups for one in group.fsdp_params}
@@ -85,7 +85,7 @@ class FSDPRanks(ShardingRanks):
             )
 
     def begin(self) -> None:
-        self._refuse_own_reductions()
+        refuse_own_reductions(self._groups)
         self._refuse_left_gradients()
         contexts = [module._get_fsdp_state()._state_ctx for module in self._modules]
         self._note(
@@ -100,19 +100,10 @@ class FSDPRanks(ShardingRanks):
 
     def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:
         kept = SHARDED_FSDP2 if self._per_micro_batch else HELD_BACK_FSDP2
-        if narrow := wide.wanted(self._accumulated_in(parameters), micro_batches=micro_batches):
+        dtypes = [p.dtype for p in parameters] if self._per_micro_batch else held_back_in(self._groups)
+        if narrow := wide.wanted(dtypes, micro_batches=micro_batches):
             raise UnsupportedError(too_narrow(narrow, kept))
         return False
-
-    def _accumulated_in(self, parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
-        """What gradients are added up in: held back, in the dtype of the reduction; else in the shards'."""
-        if self._per_micro_batch:
-            return [parameter.dtype for parameter in parameters]
-        return [
-            policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
-            for group in self._groups
-            for policy in [group.mp_policy]
-        ]
 
     def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().backward(roots)
@@ -179,20 +170,6 @@ class FSDPRanks(ShardingRanks):
                 if hasattr(one, "_unsharded_param"):
                     one._unsharded_param.grad = None
 
-    # What can't be run exactly ---------------------------------------------------------------------
-
-    def _one_mesh_size(self) -> int:
-        """Over how many ranks each group takes its mean."""
-        sizes = {_place(group.mesh_info)[1] for group in self._groups}
-        if len(sizes) > 1:
-            raise UnsupportedError(
-                f"parts of the model are sharded over meshes of {' and '.join(map(str, sorted(sizes)))} "
-                f"ranks, so that their gradients are means over different numbers of replicas; shard all "
-                f"of it over one mesh"
-            )
-        (size,) = sizes
-        return size
-
     def _refuse_ranks_beside(self) -> None:
         """Refuse ranks over which no mesh extends: they would train models of their own."""
         spread = max(
@@ -205,25 +182,55 @@ class FSDPRanks(ShardingRanks):
                 f"dimensions for copies (HSDP), or give the window the process group of these {spread}"
             )
 
-    def _refuse_own_reductions(self) -> None:
-        for group in self._groups:
-            if group._all_reduce_hook is not None:
+
+# Groups of parameters, of a model or of a stage of one ------------------------------------------------
+
+
+def mesh_size(groups: Sequence[Any]) -> int:
+    """Over how many ranks each group takes its mean."""
+    sizes = {_place(group.mesh_info)[1] for group in groups}
+    if len(sizes) > 1:
+        raise UnsupportedError(
+            f"parts of the model are sharded over meshes of {' and '.join(map(str, sorted(sizes)))} "
+            f"ranks, so that their gradients are means over different numbers of replicas; shard all "
+            f"of it over one mesh"
+        )
+    (size,) = sizes
+    return size
+
+
+def held_back_in(groups: Sequence[Any]) -> list[torch.dtype]:
+    """What each group adds gradients up in that are held back: the dtype of its reduction."""
+    return [
+        policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+        for group in groups
+        for policy in [group.mp_policy]
+    ]
+
+
+def refuse_own_reductions(groups: Sequence[Any]) -> None:
+    """Refuse what a user put in the place of torch's own collectives."""
+    for group in groups:
+        if group._all_reduce_hook is not None:
+            raise UnsupportedError(
+                "fully_shard has an all-reduce hook (set_all_reduce_hook), and nobody vouches for what "
+                "it divides by; use a mesh of two dimensions (HSDP) in its place"
+            )
+        for comm in (group._reduce_scatter_comm, group._all_gather_comm):
+            if not type(comm).__module__.startswith("torch."):
                 raise UnsupportedError(
-                    "fully_shard has an all-reduce hook (set_all_reduce_hook), and nobody vouches for what "
-                    "it divides by; use a mesh of two dimensions (HSDP) in its place"
+                    f"fully_shard has a {type(comm).__qualname__} in place of torch's own collectives, "
+                    f"and nobody vouches for what it divides by; leave it out"
                 )
-            for comm in (group._reduce_scatter_comm, group._all_gather_comm):
-                if not type(comm).__module__.startswith("torch."):
-                    raise UnsupportedError(
-                        f"fully_shard has a {type(comm).__qualname__} in place of torch's own collectives, "
-                        f"and nobody vouches for what it divides by; leave it out"
-                    )
 
 
-def _groups(modules: Sequence[Any]) -> list[Any]:
+def groups_of(model: nn.Module) -> list[Any]:
     """All groups of parameters of a model, each once."""
     found = {
-        id(group): group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups
+        id(group): group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
     }
     if not found:
         raise UnsupportedError("fully_shard was called on modules without parameters; call it on the model")

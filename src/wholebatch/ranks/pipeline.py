@@ -1,6 +1,6 @@
 """``torch.distributed.pipelining``: the window's micro-batches are those of its schedules.
 
-Facts of torch's pipelining that this file rests on (read in torch 2.13 and tested against it):
+Facts of torch's schedules that this file rests on (read in torch 2.13 and tested against it):
 
 * A schedule runs forwards and backwards by itself, so the loss is computed inside, on the last stage. It is
   the objective's summed loss times each term's share: one denominator, which all ranks know before.
@@ -9,33 +9,38 @@ Facts of torch's pipelining that this file rests on (read in torch 2.13 and test
   may be several calls.
 * Shapes are agreed between the stages when a schedule is made, and are the same for all micro-batches of a
   call. A schedule of another number or other shapes is a new one.
-* Under DistributedDataParallel the first call reduces twice and a second one fails in the reducer, so plain
-  stages are reduced here, once an update. Stages under ``fully_shard`` reduce to their shards in every
-  call.
 * Shapes are tried out with the loss too, on tensors without meaning: a loss is known by its micro-batch.
-* An exception inside a call leaves the neighbours waiting in a receive: no update can be run again after
-  it.
+* An exception inside a stage leaves the neighbours waiting in a receive: no update can be run again after
+  it. After one in the loss the schedule is run to its end, with a loss of zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from wholebatch.errors import UnsupportedError, WindowUsageError
-from wholebatch.ranks.base import Reduce, Roles, Traffic
-from wholebatch.ranks.collectives import held_by_some, sum_over_ranks
-from wholebatch.ranks.several import SpreadRanks
+from wholebatch.ranks.pipeline_stage import learn_shapes_without_trace, tensors_of
+from wholebatch.ranks.several import weakly
+
+Given = tuple[Tensor, ...]
+# What is differentiated of a micro-batch: loss(output, batch, number); None where it failed.
+Loss = Callable[[Any, Any, int], Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The micro-batches of one run of a schedule, and what the first stage is called with for each."""
+
+    batches: list[Any]
+    given: list[Given]
 
 
 class PipelinedModel(nn.Module):
@@ -55,6 +60,7 @@ class PipelinedModel(nn.Module):
 
     Raises:
         UnsupportedError: as many stages as the schedule does not take.
+        WindowUsageError: arguments that are none of these.
     """
 
     def __init__(
@@ -69,13 +75,12 @@ class PipelinedModel(nn.Module):
         tail_schedule: type | None = None,
     ) -> None:
         super().__init__()
-        self.stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
-        if issubclass(schedule, PipelineScheduleSingle) and len(self.stages) != 1:
-            raise UnsupportedError(
-                f"{schedule.__name__} runs one stage a rank, and this rank was given {len(self.stages)}"
-            )
-        if micro_batches_per_call is not None and micro_batches_per_call < 1:
-            raise WindowUsageError(f"micro_batches_per_call={micro_batches_per_call} is no number of them")
+        self.stages = _stages(stages)
+        for kind in (schedule, tail_schedule or schedule):
+            _refuse_odd_schedule(kind, len(self.stages))
+        _refuse_odd_arguments(inputs, micro_batches_per_call, data_parallel, pad)
+        for stage in self.stages:
+            learn_shapes_without_trace(stage, weakly(self._forget_schedule))
         self.parts = nn.ModuleList([stage.submod for stage in self.stages])
         self.schedule = schedule
         self.inputs = inputs
@@ -83,7 +88,7 @@ class PipelinedModel(nn.Module):
         self.data_parallel = data_parallel
         self.pad = pad
         self.tail_schedule = tail_schedule
-        self._made: tuple[Any, Any] | None = None
+        self._made: tuple[Any, Any] = None, None  # what a schedule was made for, and the schedule
         self._possible: dict[int, type] = {}  # numbers of micro-batches, and the schedule that takes each
 
     # A stage has the names of the whole model's parameters, and so have all of a rank's: ``parts.0.`` is no
@@ -91,8 +96,12 @@ class PipelinedModel(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of its stages, by the names that they have there."""
+        seen: set[int] = set()  # a weight that two of them share is one
         for part in self.parts:
-            yield from part.named_parameters(*args, **kwargs)
+            for name, parameter in part.named_parameters(*args, **kwargs):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """That of its stages, by the names that they have there.
@@ -131,44 +140,48 @@ class PipelinedModel(nn.Module):
         """Whether this rank holds the last stage, where losses are."""
         return any(stage.is_last for stage in self.stages)
 
-    def calls(self, batches: Sequence[Any]) -> list[list[Any]]:
-        """The micro-batches of each run of the schedule, brought to one shape where there is a ``pad``."""
-        size = self.micro_batches_per_call or max(1, len(batches))
-        groups = [list(batches[start : start + size]) for start in range(0, len(batches), size)]
-        return [list(self.pad(group)) if self.pad is not None else group for group in groups]
-
-    def check(self, batches: Sequence[Any]) -> None:
-        """Refuse, before anything runs, what one run of the schedule can't.
+    def calls(self, batches: Sequence[Any]) -> list[Call]:
+        """The micro-batches of each run of the schedule, brought to one shape where there is a ``pad``.
 
         Raises:
-            WindowUsageError: micro-batches of different shapes.
+            WindowUsageError: micro-batches of different shapes, or without a sample.
             UnsupportedError: a number of them that the schedule does not take.
         """
-        shapes = [_shapes(self._given(batch)) for batch in batches]
-        other = next((number for number, shape in enumerate(shapes) if shape != shapes[0]), None)
+        size = self.micro_batches_per_call or max(1, len(batches))
+        groups = [list(batches[start : start + size]) for start in range(0, len(batches), size)]
+        if self.pad is not None:
+            groups = [list(self.pad(group)) for group in groups]
+        calls = [Call(group, [self._given(batch) for batch in group]) for group in groups]
+        for call in calls:
+            self._check(call)
+        return calls
+
+    def _check(self, call: Call) -> None:
+        kinds = [_kinds(given) for given in call.given]
+        other = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), None)
         if other is not None:
             raise WindowUsageError(
-                f"micro-batches 1 and {other + 1} of one run of {self.schedule.__name__} have the "
-                f"shapes {list(shapes[0])} and {list(shapes[other])}; its stages exchange tensors of "
+                f"micro-batches 1 and {other + 1} of one run of {self.schedule.__name__} are "
+                f"{_told(call.given[0])} and {_told(call.given[other])}; its stages exchange tensors of "
                 f"one shape. Give PipelinedModel a pad function, or micro_batches_per_call=1"
             )
-        self._schedule_of(len(batches))
+        self._schedule_of(len(call.batches))
 
     def _schedule_of(self, micro_batches: int) -> type:
         """The schedule that takes so many."""
         if micro_batches not in self._possible:
             kind = self.schedule
             try:
-                self._make(kind, micro_batches, _never)
+                self._make(kind, micro_batches)
             except UnsupportedError:
                 if self.tail_schedule is None:
                     raise
                 kind = self.tail_schedule
-                self._make(kind, micro_batches, _never)
+                self._make(kind, micro_batches)
             self._possible[micro_batches] = kind
         return self._possible[micro_batches]
 
-    def evaluate(self, batches: Sequence[Any], loss: Callable[[Tensor, Any, int], Tensor]) -> None:
+    def evaluate(self, batches: Sequence[Any], loss: Callable[[Any, Any, int], Tensor]) -> None:
         """Forwards alone of all ``batches``, under ``torch.no_grad``; all ranks of a pipeline call it.
 
         Args:
@@ -177,196 +190,144 @@ class PipelinedModel(nn.Module):
                 for a number counts, as others may only try shapes out.
 
         Raises:
-            WindowUsageError, UnsupportedError: as ``check``.
+            WindowUsageError, UnsupportedError: as :meth:`calls`.
         """
         begins = 0
         for call in self.calls(batches):
-            self.check(call)
             self.run(call, loss, begins, backward=False)
-            begins += len(call)
+            begins += len(call.batches)
 
-    def run(
-        self,
-        batches: Sequence[Any],
-        loss: Callable[[Tensor, Any, int], Tensor],
-        begins: int,
-        *,
-        backward: bool = True,
-    ) -> None:
-        """One run of the schedule: forwards and backwards of all ``batches``, gradients added up.
+    def run(self, call: Call, loss: Loss, begins: int, *, backward: bool = True) -> None:
+        """One run of the schedule: forwards and backwards of all micro-batches, gradients added up.
 
         Args:
-            batches: of one shape; the same on every rank of the pipeline.
-            loss: ``loss(output, batch, number)``: what the last stage differentiates.
+            call: micro-batches of one shape; the same on every rank of the pipeline.
+            loss: what the last stage differentiates; nothing of a micro-batch where it is None.
             begins: number of the first micro-batch in its window.
             backward: False for forwards alone.
 
         Exactness: the sum of the gradients of each ``loss``; nobody divides.
         """
 
-        def at(output: Tensor, index: Tensor) -> Tensor:
-            number = 0 if index.is_meta else int(index)  # to learn shapes, torch may come without data
-            return output.sum() if output.is_meta else loss(output, batches[number], begins + number)
+        def at(output: Any, index: Tensor) -> Tensor:
+            number = int(index)
+            found = loss(output, call.batches[number], begins + number)
+            return _zero(output) if found is None else found
 
-        given = [self._given(batch) for batch in batches]
-        key = len(batches), _shapes(given[0]), tuple(part.dtype for part in given[0]), backward
-        if self._made is None or self._made[0] != key:
-            self._made = key, self._make(self._schedule_of(len(batches)), len(batches), at)
-        schedule = self._made[1]
+        key = len(call.batches), _kinds(call.given[0]), backward
+        made, schedule = self._made
+        if made != key:
+            schedule = self._make(self._schedule_of(len(call.batches)), len(call.batches))
         schedule._loss_fn = at
-        inputs = [torch.cat(parts) for parts in zip(*given, strict=True)]
         first = any(stage.is_first for stage in self.stages)
         begin = schedule.step if backward else schedule.eval
         begin(
-            *(inputs if first else ()),
-            target=torch.arange(len(batches)) if self.is_last else None,
+            *([torch.cat(parts) for parts in zip(*call.given, strict=True)] if first else ()),
+            target=torch.arange(len(call.batches)) if self.is_last else None,
             return_outputs=False,
         )
+        schedule._loss_fn = _never  # which holds no batches
+        self._made = key, schedule
 
-    def _given(self, batch: Any) -> tuple[Tensor, ...]:
+    def _forget_schedule(self) -> None:
+        """Stages hold what that schedule needs which learnt their shapes last, maybe one of the user's."""
+        self._made = None, None
+
+    def _given(self, batch: Any) -> Given:
         given = self.inputs(batch)
-        return (given,) if isinstance(given, Tensor) else tuple(given)
+        parts = (given,) if isinstance(given, Tensor) else given
+        if (
+            not isinstance(parts, tuple | list)
+            or not parts
+            or not all(isinstance(part, Tensor) and part.ndim and len(part) for part in parts)
+        ):
+            raise WindowUsageError(
+                f"inputs(batch) gave {_told(parts)}; the first stage is called with a tensor or a tuple of "
+                f"tensors, one or more samples in dimension 0"
+            )
+        return tuple(parts)
 
-    def _make(self, kind: type, micro_batches: int, loss: Callable[..., Tensor]) -> Any:
+    def _make(self, kind: type, micro_batches: int) -> Any:
         stages: Any = self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages
         try:
-            return kind(stages, micro_batches, loss_fn=loss, scale_grads=False)
+            made = kind(stages, micro_batches, loss_fn=_never, scale_grads=False)
         except (ValueError, RuntimeError, AssertionError) as error:
             raise UnsupportedError(
                 f"{kind.__name__} can't run {micro_batches} micro-batches through "
-                f"{self.stages[0].num_stages} stages on {self.stages[0].group_size} ranks: {error}"
+                f"{self.stages[0].num_stages} stages on {self.stages[0].group_size} ranks: {error} Give "
+                f"PipelinedModel a tail_schedule that takes any number, such as ScheduleGPipe, or "
+                f"ScheduleLoopedBFS for several stages a rank"
             ) from error
+        for stage in self.stages:
+            place = stage.stage_index_to_group_rank[stage.stage_index]
+            if place != stage.group_rank:
+                raise UnsupportedError(
+                    f"stage {stage.stage_index} is on rank {stage.group_rank} of its pipeline, and "
+                    f"{kind.__name__} looks for it on rank {place}"
+                )
+        return made
 
 
-class PipelineRanks(SpreadRanks):
-    """The ranks of one pipelined model; each holds stages, and those of one pipeline are a replica.
+def _stages(given: Any) -> list[PipelineStage]:
+    stages = [given] if isinstance(given, PipelineStage) else given
+    if (
+        not isinstance(stages, list | tuple)
+        or not stages
+        or not all(isinstance(stage, PipelineStage) for stage in stages)
+    ):
+        raise WindowUsageError(
+            f"stages={given!r} is no torch.distributed.pipelining.PipelineStage, nor a list of them"
+        )
+    return list(stages)
 
-    Args:
-        model: this rank's stages.
-        reduce: ``"per_update"``.
-        group: all ranks of the job.
 
-    Raises:
-        UnsupportedError: ranks that do not make up whole pipelines; stages wrapped differently.
-    """
-
-    runs_windows = True
-
-    def __init__(self, model: PipelinedModel, *, reduce: Reduce, group: dist.ProcessGroup) -> None:
-        if reduce != "per_update":
-            raise UnsupportedError(
-                f"reduce={reduce!r}: a pipeline's gradients are reduced when its schedule is over; leave "
-                f"it out"
-            )
-        self._model = model
-        super().__init__(group, torch.device(model.stages[0].device))
-        self._copies = self._check_copies()
-        self.roles = self._find_roles()
-        self.holders = self.num_replicas  # the other ranks hold other stages
-        self._calls: list[list[Any]] = []
-        self._sharded = _are_sharded(model.parts)
-        self.divisor = float(self.num_replicas) if self._sharded else 1.0
-        self.reduces_at_the_end = not self._sharded and self.num_replicas > 1
-
-    def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
-        own = {id(parameter) for parameter in self._model.parameters()}
-        outside = [parameter for parameter in parameters if id(parameter) not in own]
-        if outside:
-            raise UnsupportedError(
-                f"{len(outside)} of the optimizer's {len(parameters)} parameters are in no stage of this "
-                f"rank (the first has shape {list(outside[0].shape)}); build the optimizer from the "
-                f"parameters of the PipelinedModel"
-            )
-
-    def begin(self) -> None:
-        self.reductions = 0
-
-    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:  # noqa: ARG002
-        if uneven and self._sharded:
-            raise WindowUsageError(
-                "the replicas of a pipeline under fully_shard hold different numbers of micro-batches, and "
-                "its stages gather and reduce together in every run of the schedule; give each as many, or "
-                "leave the stages plain, with PipelinedModel(data_parallel=...)"
-            )
-
-    def check_window(self, batches: Sequence[Any]) -> None:
-        self._calls = self._model.calls(batches)
-        for call in self._calls:
-            self._model.check(call)
-
-    def run_window(self, loss: Callable[[Tensor, Any, int], Tensor]) -> None:
-        begins = 0
-        for call in self._calls:
-            self._model.run(call, loss, begins)
-            begins += len(call)
-            self.reductions += self._sharded
-
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        return nullcontext()
-
-    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
-        assert self._copies is not None
-        group = self._copies.get_group()
-        present = torch.tensor([float(p.grad is not None) for p in parameters], device=self._device)
-        dist.all_reduce(present, group=group)
-        sum_over_ranks(held_by_some(parameters, present.tolist()), group)
-        self.reductions += 1
-
-    def traffic(self, micro_batches: int) -> Traffic:
-        """Reductions only; what the stages send each other depends on the outputs' shapes."""
-        own = sum(parameter.nbytes for parameter in self._model.parameters() if parameter.requires_grad)
-        calls = -(-micro_batches // (self._model.micro_batches_per_call or micro_batches))
-        times = calls if self._sharded else int(self.num_replicas > 1)
-        return Traffic(reductions=times, reduced_bytes=times * own)
-
-    def end(self, *, committed: bool) -> None:  # noqa: ARG002
-        self._calls = []  # they hold the batches
-
-    def _check_copies(self) -> DeviceMesh | None:
-        ranks, stages = dist.get_world_size(self.group), self._model.stages[0].group_size
-        copies = self._model.data_parallel
-        number = 1 if copies is None else copies.size()
-        if stages * number != ranks:
-            raise UnsupportedError(
-                f"{ranks} ranks are running, and a pipeline of {stages} ranks with {number} "
-                f"{'copy' if number == 1 else 'copies'} takes {stages * number}; give PipelinedModel the "
-                f'dimension of the mesh over which stages are copied, as data_parallel=mesh["data"]'
-            )
-        return copies
-
-    def _find_roles(self) -> Roles:
-        pipeline = tuple(dist.get_process_group_ranks(self._model.stages[0].group or self.group))
-        told = self._totals.gather((pipeline, self._model.is_last))
-        pipelines = sorted({members for members, _ in told})
-        replica_of = tuple(pipelines.index(members) for members, _ in told)
-        rank = dist.get_rank(self._totals.group)
-        first = replica_of.index(replica_of[rank]) == rank
-        return Roles(
-            rank=rank,
-            replica_of=replica_of,
-            counts_samples=first,
-            counts_items=first,
-            counts_losses=self._model.is_last,
+def _refuse_odd_schedule(schedule: Any, stages: int) -> None:
+    known = (PipelineScheduleSingle, PipelineScheduleMulti)
+    if not isinstance(schedule, type) or not issubclass(schedule, known):
+        raise WindowUsageError(
+            f"schedule={schedule!r} is no class of torch.distributed.pipelining, such as Schedule1F1B; "
+            f"give the class itself, as it is made anew for each number of micro-batches"
+        )
+    if issubclass(schedule, PipelineScheduleSingle) and stages != 1:
+        raise UnsupportedError(
+            f"{schedule.__name__} runs one stage a rank, and this rank was given {stages}"
         )
 
 
-def _are_sharded(parts: nn.ModuleList) -> bool:
-    """Whether the stages of this rank are under ``fully_shard``."""
-    for part in parts:
-        if isinstance(part, DistributedDataParallel):
-            raise UnsupportedError(
-                "a stage is under DistributedDataParallel, whose reducer does not stand several runs of a "
-                "schedule in one update; leave the stages plain and give PipelinedModel data_parallel=: "
-                "they are then reduced once an update"
-            )
-    found = {isinstance(part, FSDPModule) for part in parts}
-    if len(found) > 1:
-        raise UnsupportedError("some stages of a rank are under fully_shard and some not; treat all alike")
-    return found.pop()
+def _refuse_odd_arguments(inputs: Any, per_call: Any, copies: Any, pad: Any) -> None:
+    if not callable(inputs) or not (pad is None or callable(pad)):
+        raise WindowUsageError(
+            f"inputs={inputs!r} and pad={pad!r}: the first is a function of a micro-batch, the other a "
+            f"function of a list of them, or None"
+        )
+    if per_call is not None and (
+        isinstance(per_call, bool) or not isinstance(per_call, int) or per_call < 1
+    ):
+        raise WindowUsageError(f"micro_batches_per_call={per_call!r} is no number of them")
+    if copies is not None and (not isinstance(copies, DeviceMesh) or copies.ndim != 1):
+        raise WindowUsageError(
+            f'data_parallel={copies!r} is no dimension of a mesh; give one, such as mesh["data"]'
+        )
 
 
-def _shapes(given: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(part.shape) for part in given)
+def _kinds(given: Given) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    return tuple((part.shape, part.dtype) for part in given)
+
+
+def _told(given: Any) -> str:
+    """What a first stage would be called with, in words: "float32 [3, 6] and int64 [3]"."""
+    parts = given if isinstance(given, tuple | list) else [given]
+    return " and ".join(
+        f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}"
+        if isinstance(part, Tensor)
+        else f"a {type(part).__name__}"
+        for part in parts
+    )
+
+
+def _zero(output: Any) -> Tensor:
+    """A loss from which every gradient is zero."""
+    return torch.stack([part.sum() * 0.0 for part in tensors_of(output) if part.requires_grad]).sum()
 
 
 def _never(*_: Any) -> Tensor:

@@ -114,6 +114,27 @@ def test_each_difference_is_told_by_what_it_changes(
     assert kinds == [kind]
 
 
+@pytest.mark.parametrize(
+    ("changes", "kind", "name", "told"),
+    [
+        (
+            {"weighting": "micro_batch_means"},
+            "updates",
+            "weighting",
+            ("items", "micro_batch_means, not equal to the big batch"),
+        ),
+        ({"accumulated_in": "bfloat16"}, "split", "added up in", ("float32", "bfloat16")),
+    ],
+)
+def test_what_the_records_alone_tell_is_a_difference(
+    tmp_path: Path, changes: dict[str, Any], kind: str, name: str, told: tuple[str, str]
+) -> None:
+    first, second = ([a_record(1, **{"accumulated_in": "float32", **one})] for one in ({}, changes))
+    comparison = compare_runs(a_run(tmp_path / "a", first), a_run(tmp_path / "b", second))
+    assert [(d.kind, d.name, (d.first, d.second)) for d in comparison.differences] == [(kind, name, told)]
+    assert compare_runs(a_run(tmp_path / "c", first), a_run(tmp_path / "d")).differences == []
+
+
 def test_a_setting_that_the_plan_tells_is_not_told_again(tmp_path: Path) -> None:
     settings = [
         {"run": {"folder": name}, "batch": {"global_batch_samples": n}} for name, n in (("a", 1), ("b", 2))

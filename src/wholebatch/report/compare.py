@@ -203,6 +203,7 @@ def _differences(first: Run, second: Run) -> Iterator[Difference]:
         "updates", "global batch, items at most", a.global_batch_items, b.global_batch_items
     )
     yield from differing("updates", "tail", a.tail, b.tail)
+    yield from differing("updates", "weighting", _weighting(first), _weighting(second))
     yield from _other_items(first, second)
     yield from facts("training", "seed: ", a.seeds, b.seeds, lambda _key: True)
     yield from facts("training", "model: ", a.model, b.model, no_vocabulary)
@@ -213,6 +214,8 @@ def _differences(first: Run, second: Run) -> Iterator[Difference]:
         lambda key: no_vocabulary(key) and key not in _SETTINGS_TOLD_ELSEWHERE,
     )
     yield from split("precision", "precision")
+    if all(wide := (_added_up_in(first), _added_up_in(second))):
+        yield from differing("split", "added up in", *wide)
     yield from split("m, samples of a micro-batch", "micro_batch_samples")
     yield from split("A, micro-batches of a window", "micro_batches_per_window")
     yield from split("tokens of a micro-batch at most", "tokens_per_micro_batch")
@@ -279,6 +282,15 @@ def _other_name_alone(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _is_vocabulary(key: str) -> bool:
     return "vocab" in key or "tokenizer" in key
+
+
+def _weighting(run: Run) -> str:
+    means = any(r.weighting == "micro_batch_means" for r in run.records)
+    return "micro_batch_means, not equal to the big batch" if means else "items"
+
+
+def _added_up_in(run: Run) -> str:
+    return ", ".join(dict.fromkeys(r.accumulated_in for r in run.records if r.accumulated_in))
 
 
 def _other_items(first: Run, second: Run) -> Iterator[Difference]:

@@ -271,6 +271,21 @@ class Ranks(ABC):
         """
         return total_norm(gradients) if gradients else torch.zeros(())
 
+    def as_of_one_rank(self, model: nn.Module, optimizers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """What a checkpoint asks for the state of model and optimizers, and gives it back to.
+
+        Args:
+            model: the window's.
+            optimizers: those that are stepped.
+
+        Returns:
+            The same; or what answers for them where the engine keeps their state in a form of its own.
+
+        Raises:
+            UnsupportedError: the engine has a state that a checkpoint can't hold.
+        """
+        return model, optimizers
+
     def traffic(self, micro_batches: int) -> Traffic:  # noqa: ARG002
         """What an update of so many micro-batches on this rank costs."""
         return Traffic()

@@ -32,6 +32,7 @@ from wholebatch.gradients import careful_norm, scale_gradients, total_norm
 from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.deepspeed_config import check_config
 from wholebatch.ranks.deepspeed_gradients import Held, held_by, trainable
+from wholebatch.ranks.deepspeed_state import as_of_one_rank
 from wholebatch.ranks.several import PATIENCE_S, SeveralRanks, weakly
 
 
@@ -171,6 +172,10 @@ class DeepSpeedRanks(SeveralRanks):
             self.reductions += 1
         finally:
             self._put_switches_back()
+
+    def as_of_one_rank(self, model: nn.Module, optimizers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:  # noqa: ARG002
+        whole, optimizer = as_of_one_rank(self._engine, self.held)
+        return whole, [optimizer]
 
     def traffic(self, micro_batches: int) -> Traffic:
         """By DeepSpeed's own rules; stage 3 may gather less, for small and just used parameters stay."""

@@ -34,7 +34,6 @@ from wholebatch.gradients import own_parameters
 from wholebatch.ranks.together import Together
 from wholebatch.replay import RandomState
 from wholebatch.resume.contents import (
-    Contents,
     TrainingParts,
     filled,
     put_back,
@@ -190,7 +189,8 @@ class Checkpoints:
         """
         together = _together(parts, self._process_group)
         refuse_state_of_one_rank(parts, together.ranks)
-        contents = together.all_or_none(lambda: _take_on_edge(parts, score))
+        together.all_or_none(lambda: _check_edge(parts, score))
+        contents = together.all_or_none(lambda: take(parts))
         states = together.gather(packed(RandomState.capture()))
         contents.files["rest.pt"]["random"] = states
         in_parts = any(together.gather(bool(contents.apart)))
@@ -312,12 +312,13 @@ class Checkpoints:
 
 def _parts_of(window: UpdateWindow, more: Mapping[str, Any] | None) -> TrainingParts:
     plan, finish = window.plan, window.finish
+    model, optimizers = window._parts.ranks.as_of_one_rank(window.model, finish.optimizers)
     layout: dict[str, int | str | None] = {}
     if plan is not None:
         layout = {name: getattr(plan, name, None) for name in _LAYOUT if name != "ranks"}
     return TrainingParts(
-        model=window.model,
-        optimizers=finish.optimizers,
+        model=model,
+        optimizers=optimizers,
         schedules=finish.schedules,
         scaler=finish.scaler,
         counters=window.counters,
@@ -357,11 +358,10 @@ def _layout_of(parts: TrainingParts, together: Together) -> dict[str, int | str 
     return {**dict.fromkeys(_LAYOUT), **parts.layout, "ranks": together.ranks}
 
 
-def _take_on_edge(parts: TrainingParts, score: float | None) -> Contents:
+def _check_edge(parts: TrainingParts, score: float | None) -> None:
     if score is not None and (isinstance(score, str | bytes | bool) or not math.isfinite(score)):
         raise UsageError(f"score={score!r} can't be compared; give a finite number, or leave it out")
     _refuse_gradients(parts)
-    return take(parts)
 
 
 def _refuse_gradients(parts: TrainingParts) -> None:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from wholebatch.errors import UnsupportedError, UsageError
 from wholebatch.finish import DeclaredSchedule
+from wholebatch.ranks.whole import WholeOptimizer
 from wholebatch.record import Counters
 
 # The key of a placeholder; its value is the name under which the tensor was written apart.
@@ -99,8 +100,8 @@ def take(parts: TrainingParts) -> Contents:
         "optimizers.pt": {
             "optimizers": [
                 {
-                    "class": type(one).__name__,
-                    "module": type(one).__module__,
+                    "class": _kind(one).__name__,
+                    "module": _kind(one).__module__,
                     "parameters": _parameters_of(one, model),
                     "state": one.state_dict(),
                 }
@@ -171,6 +172,10 @@ def _parameters_of(optimizer: Optimizer, model: nn.Module) -> list[list[dict[str
         [{"name": names.get(id(p)), "shape": list(p.shape), "dtype": p.dtype} for p in group["params"]]
         for group in optimizer.param_groups
     ]
+
+
+def _kind(optimizer: Any) -> type[Any]:
+    return optimizer.stands_for if isinstance(optimizer, WholeOptimizer) else type(optimizer)
 
 
 def _has_state(one: Any) -> bool:
@@ -258,12 +263,13 @@ def _optimizer_misfit(given: Any, optimizer: Optimizer, model: nn.Module, what: 
             )
         if difference := _difference(then, here):
             return f"parameter {number} of {what} ({then['name']}) {difference}"
-    return None
+    words = optimizer.misfit(given["state"]) if isinstance(optimizer, WholeOptimizer) else None
+    return words and f"the state of {what} {words}"
 
 
 def _class_misfit(given: Any, optimizer: Optimizer) -> str | None:
     """Another class, by name and module; that of a script, or of a file that may move, is not compared."""
-    name, module = type(optimizer).__name__, type(optimizer).__module__
+    name, module = _kind(optimizer).__name__, _kind(optimizer).__module__
     if given["class"] != name:
         return f"was a {given['class']} and is a {name}"
     then = given.get("module", module)  # not saved by the first versions

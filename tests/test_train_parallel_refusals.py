@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -24,11 +25,6 @@ def check(ranks: int, **sections: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("ranks", "sections", "words"),
     [
-        (
-            2,
-            {"parallel": {"strategy": "deepspeed"}},
-            'strategy = "deepspeed": its engine owns the optimizer',
-        ),
         (2, {"parallel": {"pipeline_parallel": 2}}, '_parallel = 2 goes with .* copies .* it is "ddp"'),
         (2, {"parallel": FSDP | {"pipeline_schedule": "gpipe"}}, "'gpipe' goes with .* it is \"fsdp\""),
         (3, {"parallel": PIPELINE | {"pipeline_parallel": 2}}, "3 ranks do not divide by it; start a m"),
@@ -128,6 +124,52 @@ def test_refusals(ranks: int, sections: dict[str, Any], words: str) -> None:
         check(ranks, **sections)
 
 
+ZERO = {"strategy": "deepspeed", "zero_stage": 2}
+FLOAT32 = {"parameters": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"parallel": FSDP | {"zero_stage": 1}}, 'zero_stage = 1 is for .* "deepspeed", and it is "fsdp"'),
+        ({"parallel": ZERO | {"zero_stage": 4}}, "zero_stage = 4 is none of 0, 1, 2 and 3"),
+        (
+            {"parallel": ZERO | {"reduce": "per_micro_batch"}},
+            'reduce = "per_micro_batch" and .* leave it out',
+        ),
+        ({"parallel": ZERO | {"shards": 2}, "precision": FLOAT32}, "shards = 2 is for"),
+        (
+            {"parallel": ZERO | {"tensor_parallel": 2}},
+            "zero_stage = 2 does not go with tensor_parallel = 2",
+        ),
+        (
+            {"precision": {"parameters": "float64"}},
+            'precision.parameters = "float64", because DeepSpeed reduces in float32',
+        ),
+        ({"precision": FLOAT32 | {"autocast": "float16"}}, 'autocast = "float16", whose loss scale'),
+        ({"model": {"compile": True}}, "model.compile = true"),
+        ({"lora": {"rank": 2}}, "lora.rank = 2"),
+        (
+            {"parallel": ZERO | {"zero_stage": 3}, "average": {"decay_per_update": 0.5}},
+            "of parameters in pie",
+        ),
+        ({"parallel": ZERO | {"zero_stage": 0}, "optimizer": {"name": "Muon"}}, 'optimizer.name = "Muon"'),
+        ({"optimizer": {"name": "Adafactor"}}, '"Adafactor", which moves elements by others'),
+        ({"optimizer": {"name": "Adagrad"}}, '"Adagrad", which DeepSpeed makes anew'),
+        ({"optimizer": {"name": "mine:Own"}}, "'mine:Own': it may not know how to move flat pieces"),
+    ],
+)
+def test_refusals_under_deepspeed(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(WholebatchError, match=words):
+        check(2, **({"parallel": ZERO, "precision": FLOAT32} | sections))
+
+
+def test_deepspeed_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(WholebatchError, match=r"pip install 'wholebatch\[deepspeed\]'"):
+        check(2, parallel=ZERO, precision=FLOAT32)
+
+
 def test_replicas_are_what_is_left_of_the_ranks() -> None:
     assert check(4, parallel=FSDP | {"tensor_parallel": 2}).replicas == 2
     assert check(4, parallel=FSDP).replicas == 4
@@ -137,7 +179,7 @@ def test_replicas_are_what_is_left_of_the_ranks() -> None:
     assert check(4, parallel=FSDP | {"tensor_parallel": 2}, batch=budget).replicas == 2
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "pipeline"])
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "pipeline", "deepspeed"])
 def test_one_rank_needs_none_of_it(strategy: str) -> None:
     plan = check(1, parallel={"strategy": strategy}, model={"compile": True}, lora={"rank": 2})
     assert plan.replicas == 1

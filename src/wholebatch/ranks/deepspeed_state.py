@@ -134,9 +134,9 @@ def _is_pieced(value: Any) -> bool:
 
 def _gathered(parameter: Any, *, written: bool) -> AbstractContextManager[None]:
     """The parameter whole inside; what was ``written`` is taken from the leading rank and cut again."""
-    from deepspeed.zero import GatheredParameters  # type: ignore[import-not-found]
+    from deepspeed import zero  # type: ignore[import-not-found]
 
-    whole: AbstractContextManager[None] = GatheredParameters(
+    whole: AbstractContextManager[None] = zero.GatheredParameters(
         [parameter], modifier_rank=0 if written else None
     )
     return whole
@@ -194,6 +194,7 @@ class PiecedOptimizer(WholeOptimizer):
                 "the DeepSpeed engine holds a gradient, which a checkpoint does not; finish the update "
                 "first, or drop it (engine.optimizer.zero_grad())"
             )
+        self._link_again()
         states = [self._state_of(one, piece) for piece in self._pieces for one in piece.parameters]
         numbers = itertools.count()
         return {
@@ -265,14 +266,17 @@ class PiecedOptimizer(WholeOptimizer):
         return found
 
     def _link_again(self) -> None:
-        """Let stages 1 and 2 find the new tensors, which they look up once, after the first update."""
+        """Let stages 1 and 2 find what the optimizer keeps now.
+
+        They look it up once, after the first update of the first group, when the others have nothing yet.
+        """
         if hasattr(self._zero, "_hp_optimizer_states_linked"):
             self._zero._hp_optimizer_states_linked = False
             if self._optimizer.state:
                 self._zero._lazy_init_hp_params_optimizer_state()
 
     def _deal(self, parameter: Any, key: str, value: Tensor) -> None:
-        from deepspeed import utils  # type: ignore[import-not-found]
+        from deepspeed import utils
 
         value = value.to(parameter.device)
         if not _is_pieced(parameter):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from wholebatch.train.data import load_data
 from wholebatch.train.data.store import TokenSamples, content_digest
 from wholebatch.train.layouts.check import check_parallel, check_schedule_fits
 from wholebatch.train.layouts.cut import is_cut, num_stage_ranks, parallel_model
+from wholebatch.train.layouts.zero import runs_deepspeed, start_engine
 from wholebatch.train.material import Batch, JobData, JobModel, on_device
 from wholebatch.train.models.choose import build_model, check_model_settings
 from wholebatch.train.optimize import check_optimizer, make_optimizer, parameter_groups
@@ -206,12 +207,21 @@ def build_job(config: TrainConfig, world: World, plan: AnyPlan) -> Job:
     return Job(config=config, world=world, data=data, plan=plan, order=order, model=model)
 
 
-def make_window(job: Job) -> UpdateWindow:
-    """The window over the job's model, with its optimizer, clipping, schedule and loss scaler."""
-    config = job.config
-    # Before the optimizer, which must have the parameters as the ranks then hold them.
-    model = parallel_model(job.model.module, config, job.world, padding_id=job.data.padding_id)
+def make_window(job: Job, *, say: Callable[[str], None] = lambda _: None) -> UpdateWindow:
+    """The window over the job's model, with its optimizer, clipping, schedule and loss scaler.
+
+    Args:
+        job: what ``build_job`` made.
+        say: tells people what takes long; called on all ranks or none.
+    """
+    config, model = job.config, job.model.module
+    by_deepspeed = runs_deepspeed(config.parallel, job.world.ranks)
+    # An optimizer must have the parameters as the ranks then hold them; DeepSpeed sees to that itself.
+    if not by_deepspeed:
+        model = parallel_model(model, config, job.world, padding_id=job.data.padding_id)
     optimizer = make_optimizer(parameter_groups(job.model.module, config.optimizer), config.optimizer)
+    if by_deepspeed:
+        model = start_engine(model, optimizer, config, job.world, job.plan, say=say)
     return UpdateWindow(
         model,
         optimizer,

@@ -84,9 +84,11 @@ class ParallelConfig:
     Args:
         strategy: "ddp" keeps the whole model on every rank; "fsdp" cuts parameters, gradients and optimizer
             state over all replicas; "hsdp" cuts them over groups of ranks, and the groups are copies;
-            "pipeline" gives each rank some of the built-in GPT's layers. "deepspeed" trains in loops of
-            your own.
+            "pipeline" gives each rank some of the built-in GPT's layers; "deepspeed" has DeepSpeed do
+            what zero_stage says (extra "deepspeed").
         shards: ranks that hold the model between them, for "hsdp".
+        zero_stage: what "deepspeed" cuts over all ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3
+            parameters too.
         reduce: when gradients are combined over replicas: "per_update" in the last backward (whole
             gradients are held until then); "per_micro_batch" in each, for "fsdp" and "hsdp" (more traffic,
             and less held); "after_agreement" after all of them, for "ddp".
@@ -102,6 +104,7 @@ class ParallelConfig:
 
     strategy: Literal["ddp", "fsdp", "hsdp", "deepspeed", "pipeline"] = "ddp"
     shards: int = 0
+    zero_stage: int = 0
     reduce: Literal["per_update", "per_micro_batch", "after_agreement"] = "per_update"
     tensor_parallel: int = 1
     pipeline_parallel: int = 1

@@ -47,7 +47,7 @@ class Training:
 
     def __init__(self, job: Job, checkpoints: Checkpoints | None, display: Display) -> None:
         self.job = job
-        self.window = make_window(job)
+        self.window = make_window(job, say=lambda text: job.world.all_or_none(lambda: display.say(text)))
         self.average = make_average(job.model.module, job.config.average)
         self.log: RunLog | None = None
         self.evaluated_at_start: frozenset[str] = frozenset()  # splits recorded so by an earlier try

@@ -5,11 +5,9 @@ from __future__ import annotations
 from wholebatch.budget import AnyPlan
 from wholebatch.errors import UnsupportedError, UsageError
 from wholebatch.train.layouts.cut import CUT, STAGED, is_cut, num_stage_ranks
+from wholebatch.train.layouts.zero import check_zero, need_deepspeed
 from wholebatch.train.settings import ParallelConfig, TrainConfig
 
-_IN_LOOPS_OF_YOUR_OWN = {
-    "deepspeed": "its engine owns the optimizer, which this job saves and resumes",
-}
 # What moves one element by the others of its matrix, which is cut in three where heads are shared.
 _BY_MATRICES = ("Muon", "Adafactor")
 
@@ -22,22 +20,18 @@ def check_parallel(config: TrainConfig, ranks: int) -> None:
         ranks: processes of the job.
 
     Raises:
-        UnsupportedError: a strategy or a degree that this job does not have, or one that does not go with
-            another setting; says where it does work.
+        UnsupportedError: a degree that this job does not have, or a strategy or degree that does not go
+            with another setting; says where it does work.
         UsageError: numbers that do not fit the ranks or the model, or a setting that would do nothing.
     """
     settings = config.parallel
-    if reason := _IN_LOOPS_OF_YOUR_OWN.get(settings.strategy):
-        raise UnsupportedError(
-            f'parallel.strategy = "{settings.strategy}": {reason}. UpdateWindow trains such models '
-            f'in a loop of your own (docs/engines.md); here take "ddp", "fsdp", "hsdp" or "pipeline"'
-        )
     if settings.context_parallel > 1:
         raise UnsupportedError(
             f"parallel.context_parallel = {settings.context_parallel}: this job cuts no model into parts "
             f"of sequences; UpdateWindow trains one that is, in a loop of your own (docs/engines.md). Set "
             f"it to 1"
         )
+    check_zero(config, ranks)
     _check_reduce(settings, ranks)
     _check_shards(settings, ranks)
     if settings.tensor_parallel > 1:
@@ -48,6 +42,7 @@ def check_parallel(config: TrainConfig, ranks: int) -> None:
         _refuse_stages_of_none(settings)
     if is_cut(settings, ranks):
         _check_what_is_cut(config)
+    need_deepspeed(config, ranks)
 
 
 def _check_reduce(settings: ParallelConfig, ranks: int) -> None:

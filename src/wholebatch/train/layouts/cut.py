@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from wholebatch.ranks.deepspeed_state import gathered_state, holds_pieces
 from wholebatch.train.models.gpt import GPT
 from wholebatch.train.models.heads import cut_gpt, whole_attention
 from wholebatch.train.settings import ParallelConfig, TrainConfig
@@ -28,7 +29,9 @@ STAGED = "pipeline"
 
 def is_cut(settings: ParallelConfig, ranks: int) -> bool:
     """Whether parameters lie in parts over the ranks, and every forward is a meeting of theirs."""
-    return ranks > 1 and (settings.strategy in (*CUT, STAGED) or settings.tensor_parallel > 1)
+    in_pieces = settings.strategy == "deepspeed" and settings.zero_stage == 3
+    cut = settings.strategy in (*CUT, STAGED) or in_pieces
+    return ranks > 1 and (cut or settings.tensor_parallel > 1)
 
 
 def num_stage_ranks(settings: ParallelConfig, ranks: int) -> int:
@@ -111,6 +114,8 @@ def whole_state(module: nn.Module, world: World) -> dict[str, Any] | None:
 
     Exactness: the values bit for bit.
     """
+    if holds_pieces(module):
+        return gathered_state(module, keep=world.leads)
     state: Mapping[str, Any] = module.state_dict()
     names = world.gather([(name, one.shape, one.dtype) for name, one in state.items()])
     if any(of_rank != names[0] for of_rank in names):

@@ -132,7 +132,6 @@ FLOAT32 = {"parameters": "float32"}
     ("sections", "words"),
     [
         ({"parallel": FSDP | {"zero_stage": 1}}, 'zero_stage = 1 is for .* "deepspeed", and it is "fsdp"'),
-        ({"parallel": ZERO | {"zero_stage": 4}}, "zero_stage = 4 is none of 0, 1, 2 and 3"),
         (
             {"parallel": ZERO | {"reduce": "per_micro_batch"}},
             'reduce = "per_micro_batch" and .* leave it out',

@@ -55,13 +55,14 @@ def as_of_one_rank(engine: Any, held: Held) -> tuple[Any, Any]:
     stand_ins: dict[int, Tensor] = {}
     if stage == 3:
         stand_ins = {id(one): _stand_in(one) for one in engine.module.parameters()}
-    model = GatheredModel(engine.module, stand_ins) if stand_ins else engine.module
+    leads = dist.get_rank(engine.data_parallel_group) == 0
+    model = GatheredModel(engine.module, stand_ins, leads=leads) if stand_ins else engine.module
     return model, PiecedOptimizer(engine, held, stand_ins)
 
 
-def _stand_in(parameter: Any) -> Tensor:
-    """A tensor of the shape that a parameter has when it is whole, without its values."""
-    return torch.empty((), dtype=parameter.dtype).expand(parameter.ds_shape)
+def _stand_in(one: Any) -> Tensor:
+    """A tensor of the dtype and shape of ``one``, or of the whole that it is a part of, without memory."""
+    return torch.empty((), dtype=one.dtype).expand(getattr(one, "ds_shape", one.shape))
 
 
 # The parameters of ZeRO 3 -----------------------------------------------------------------------------
@@ -73,11 +74,13 @@ class GatheredModel:
     Args:
         module: the engine's.
         stand_ins: a tensor of the whole shape for each of its parameters, by ``id``.
+        leads: whether this rank is to have the values.
     """
 
-    def __init__(self, module: nn.Module, stand_ins: Mapping[int, Tensor]) -> None:
+    def __init__(self, module: nn.Module, stand_ins: Mapping[int, Tensor], *, leads: bool) -> None:
         self._module = module
         self._stand_ins = stand_ins
+        self._leads = leads
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
         """The names, with the stand-ins."""
@@ -85,8 +88,10 @@ class GatheredModel:
             yield name, self._stand_ins[id(one)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole on every rank, on the host; all ranks call it."""
-        return gathered_state(self._module)
+        """Whole and on the host, on the leading rank; the others have stand-ins. All ranks call it."""
+        found = gathered_state(self._module, keep=self._leads)
+        now = self._module.state_dict(keep_vars=True)
+        return found or {name: self._stand_ins.get(id(one), one) for name, one in now.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -104,7 +109,7 @@ def holds_pieces(module: nn.Module) -> bool:
     return any(map(_is_pieced, module.parameters()))
 
 
-def gathered_state(module: nn.Module, *, keep: bool = True) -> dict[str, Any]:
+def gathered_state(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """The state dict of a module under ZeRO 3, whole and on the host. All ranks call it.
 
     Args:
@@ -182,7 +187,7 @@ class PiecedOptimizer(WholeOptimizer):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole on every rank, on the host; all ranks call it.
+        """Whole and on the host, on the leading rank; the others have stand-ins. All ranks call it.
 
         Raises:
             StaleGradientsError: the engine holds a gradient, which a checkpoint does not.
@@ -260,7 +265,8 @@ class PiecedOptimizer(WholeOptimizer):
         found = {}
         for key, value in self._optimizer.state.get(piece.flat, {}).items():
             if isinstance(value, Tensor) and value.shape == piece.flat.shape:
-                found[key] = safe_get_full_optimizer_state(parameter, key).to("cpu", copy=True)
+                whole = safe_get_full_optimizer_state(parameter, key)
+                found[key] = _copied(whole) if self._rank == 0 else _stand_in(whole)
             else:
                 found[key] = _copied(value)  # its own: torch counts up in place when it is loaded there
         return found

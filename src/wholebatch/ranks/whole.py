@@ -25,7 +25,7 @@ class WholeOptimizer(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.Optimizer.state_dict``, whole on every rank; all ranks call it."""
+        """As ``torch.optim.Optimizer.state_dict``, with values on the leading rank; all ranks call it."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -280,6 +280,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "batch.cost_per_position": (0, 1e12),
     "batch.cost_per_position_and_length": (0, 1e12),
     "parallel.shards": (0, 2**20),
+    "parallel.zero_stage": (0, 3),
     "parallel.tensor_parallel": (1, 2**10),
     "parallel.pipeline_parallel": (1, 2**10),
     "parallel.pipeline_virtual_stages": (1, 2**10),

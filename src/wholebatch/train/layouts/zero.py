@@ -22,7 +22,6 @@ from wholebatch.train.precision import autocast
 from wholebatch.train.settings import ParallelConfig, TrainConfig
 from wholebatch.train.world import World
 
-STAGES = (0, 1, 2, 3)
 _NOT_IN_PIECES = {
     "Adafactor": "which moves elements by others of their matrix, and ZeRO gives it flat pieces",
     "Adagrad": "which DeepSpeed makes anew, with one weight decay for all parameters",
@@ -46,7 +45,7 @@ def check_zero(config: TrainConfig, ranks: int) -> None:
 
     Raises:
         UnsupportedError: another setting that this job does not have with it.
-        UsageError: a setting that would do nothing, or no such stage.
+        UsageError: a setting that would do nothing.
     """
     settings = config.parallel
     if settings.strategy != "deepspeed":
@@ -56,8 +55,6 @@ def check_zero(config: TrainConfig, ranks: int) -> None:
                 f'it is "{settings.strategy}"; leave it out'
             )
         return
-    if settings.zero_stage not in STAGES:
-        raise UsageError(f"parallel.zero_stage = {settings.zero_stage} is none of 0, 1, 2 and 3")
     if settings.reduce != "per_update":
         raise UsageError(
             f'parallel.reduce = "{settings.reduce}" and parallel.strategy = "deepspeed": the stage says '

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -188,6 +189,39 @@ def test_tensor_parallel_ranks_are_one_replica(ranks: int) -> None:
 def test_gradients_that_are_still_to_be_added_up_are_before_the_norm() -> None:
     for error, *_ in run_ranks(tensor_parallel, 2, True):
         assert error < 1e-14
+
+
+class Adapter(nn.Module):
+    """A frozen base in half precision, and what is learned beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.beside = nn.Linear(6, 4).bfloat16().requires_grad_(False), nn.Linear(6, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.base(x.bfloat16()).double() + self.beside(x)
+        return logits
+
+
+def over_a_frozen_base(rank: int, ranks: int) -> float:
+    worst = 0.0
+    for reduce in ("per_update", "per_micro_batch"):
+        torch.manual_seed(0)
+        wanted = Adapter()
+        model: Any = copy.deepcopy(wanted)
+        for part in (model.base, model.beside, model):
+            fully_shard(part)
+        window, plain = window_over(model, reduce=reduce), adamw(wanted)
+        shares = [batches(10 * one, 6 - one) for one in range(ranks)]  # too many to add up in bfloat16
+        record = window.run(shares[rank], loss)
+        norm = big_batch(wanted, plain, [batch for share in shares for batch in share])
+        assert record.gradient_norm == pytest.approx(norm, rel=1e-14)
+        worst = max(worst, distance(model.beside, wanted.beside))
+    return worst
+
+
+def test_a_frozen_base_in_half_precision_adds_nothing_up() -> None:
+    assert max(run_ranks(over_a_frozen_base, 2)) < 1e-14
 
 
 def other_samples(rank: int, _ranks: int) -> str:

@@ -100,7 +100,8 @@ class FSDPRanks(ShardingRanks):
 
     def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:
         kept = SHARDED_FSDP2 if self._per_micro_batch else HELD_BACK_FSDP2
-        dtypes = [p.dtype for p in parameters] if self._per_micro_batch else held_back_in(self._groups)
+        learning = [parameter.dtype for parameter in parameters if parameter.requires_grad]
+        dtypes = learning if self._per_micro_batch else held_back_in(self._groups)
         if narrow := wide.wanted(dtypes, micro_batches=micro_batches):
             raise UnsupportedError(too_narrow(narrow, kept))
         return False
@@ -200,11 +201,15 @@ def mesh_size(groups: Sequence[Any]) -> int:
 
 
 def held_back_in(groups: Sequence[Any]) -> list[torch.dtype]:
-    """What each group adds gradients up in that are held back: the dtype of its reduction."""
+    """What gradients are added up in that are held back: the dtype of their reduction.
+
+    What is frozen, such as a base under adapters, adds nothing up.
+    """
     return [
-        policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+        one.mp_policy.reduce_dtype or one.mp_policy.param_dtype or one.sharded_param.dtype
         for group in groups
-        for policy in [group.mp_policy]
+        for one in group.fsdp_params
+        if one.sharded_param.requires_grad
     ]
 
 

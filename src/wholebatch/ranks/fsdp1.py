@@ -96,14 +96,16 @@ class FSDP1Ranks(ShardingRanks):
                 handle._writeback_orig_params()  # what was written between updates; inside, nothing may be
             handle._skip_writeback_check = True
 
-    def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:  # noqa: ARG002
+    def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:  # noqa: ARG002
         kept = SHARDED_FSDP1 if self._per_micro_batch else HELD_BACK_FSDP1
         dtypes = [
             handle.flat_param.dtype if self._per_micro_batch else handle._fwd_bwd_param_dtype
             for handle in self._handles
+            if handle.flat_param.requires_grad
         ]
         if narrow := wide.wanted(dtypes, micro_batches=micro_batches):
             raise UnsupportedError(too_narrow(narrow, kept))
+        return False
 
     def traffic(self, micro_batches: int) -> Traffic:
         reductions = micro_batches if self._per_micro_batch else 1

@@ -134,7 +134,7 @@ class PipelineRanks(SpreadRanks):
     def traffic(self, micro_batches: int) -> Traffic:
         """Reductions only; what the stages send each other depends on the outputs' shapes."""
         own = sum(parameter.nbytes for parameter in self._model.parameters() if parameter.requires_grad)
-        calls = -(-micro_batches // (self._model.micro_batches_per_call or max(1, micro_batches)))
+        calls = -(-micro_batches // (self._model.micro_batches_per_call or micro_batches))
         times = calls if self._sharded else int(self.num_replicas > 1)
         return Traffic(reductions=times, reduced_bytes=times * own)
 

@@ -175,7 +175,10 @@ def dealt(rank: int, n: int, folder: str) -> dict[str, Any]:
             found[f"misfits of stage {stage}"] = misfits(window)
     onto = ["parallel.strategy=deepspeed", "parallel.zero_stage=3"]
     resumed(checkpoint_paths(checkpoints.folder)[-1], *onto, world=world)
-    found["refused"] = [refused_save(deepspeed, mode, rank, folder) for mode in ("bf16", "fp32")]
+    in_turn = {"zero": {"round_robin_gradients": True}}
+    for name, mode, more in (("half", "bf16", {}), ("stale", "fp32", {}), ("in turn", "fp32", in_turn)):
+        engine = start(deepspeed, config_of(2, mode, **more))
+        found[name] = refused_save(engine, rank, folder, stale=name == "stale")
     return found
 
 
@@ -190,12 +193,11 @@ def misfits(window: UpdateWindow) -> list[str | None]:
     return [*said, optimizer.misfit(uneven), optimizer.misfit(without)]
 
 
-def refused_save(deepspeed: Any, mode: str, rank: int, folder: str) -> str:
-    """A save of an engine in half precision, and of one that still holds a gradient."""
-    engine = start(deepspeed, config_of(2, mode))
+def refused_save(engine: Any, rank: int, folder: str, *, stale: bool) -> str:
+    """What is said of a save, where a gradient may be left over."""
     case = case_of("equal, full")
     window = UpdateWindow(engine, engine.optimizer, case.objective())
-    if mode == "fp32":
+    if stale:
         engine.backward(loss_with(case.objective())(engine, case.batches()[rank % 2][0])[0])
     with pytest.raises(WholebatchError) as refusal:
         Checkpoints(f"{folder}/refused").save(window)
@@ -215,12 +217,12 @@ def test_a_checkpoint_goes_through_every_stage_without_a_changed_bit(runs: Any, 
             assert "holds step = 5.0 of" in uneven
             assert "resume without ZeRO" in uneven
             assert "and [] of" in without
-        half, stale = found["refused"]
         assert (
             "Checkpoints holds a DeepSpeed engine in float32, and this one has parameters in bfloat16"
-            in half
+            in found["half"]
         )
-        assert "the DeepSpeed engine holds a gradient, which a checkpoint does not" in stale
+        assert "the DeepSpeed engine holds a gradient, which a checkpoint does not" in found["stale"]
+        assert 'a DeepSpeed engine with "round_robin_gradients"' in found["in turn"]
     half_way = checkpoint_paths(folder / "zero-3" / "checkpoints")[0]
     resumed(half_way)  # on one rank, which needs no DeepSpeed
     for ended in (tmp_path / "run", folder / "zero-3"):

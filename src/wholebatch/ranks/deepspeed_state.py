@@ -39,7 +39,7 @@ def as_of_one_rank(engine: Any, held: Held) -> tuple[Any, Any]:
         held: its gradients.
 
     Raises:
-        UnsupportedError: parameters that are not float32.
+        UnsupportedError: parameters that are not float32, or in an order of DeepSpeed's own.
     """
     dtypes = {str(one.dtype).removeprefix("torch.") for one in engine.module.parameters()}
     odd = sorted(dtypes - {"float32"})
@@ -50,6 +50,11 @@ def as_of_one_rank(engine: Any, held: Held) -> tuple[Any, Any]:
             f"window.state_dict()"
         )
     stage = int(engine.zero_optimization_stage())
+    if getattr(engine.optimizer, "round_robin_gradients", False):
+        raise UnsupportedError(
+            'Checkpoints holds no DeepSpeed engine with "round_robin_gradients", whose pieces lie in an '
+            "order of their own; leave it out"
+        )
     if stage == 0:
         return engine.module, engine.basic_optimizer
     stand_ins: dict[int, Tensor] = {}

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleLoopedBFS
 
-from jobs import differing, largest_difference, parameters, resumed, run, saved, tiny, told
+from jobs import (
+    Listener,
+    after_update,
+    built,
+    checkpoint_names,
+    differing,
+    largest_difference,
+    parameters,
+    resumed,
+    run,
+    saved,
+    tiny,
+    told,
+)
 from ranks import run_ranks
+from wholebatch import UpdateWindow, token_loss
+from wholebatch.errors import UnsupportedError
+from wholebatch.ranks.pipeline import PipelinedModel
+from wholebatch.resume import Checkpoints
+from wholebatch.train.job import run_job
 from wholebatch.train.world import World
 
 pytestmark = pytest.mark.slow
@@ -147,3 +171,54 @@ def test_a_pipeline_and_a_copy_resume_on_the_same_stages_on_others_and_on_none(t
         "from_one": one + one,
     }.items():
         check_same_run(tmp_path / "one", tmp_path / name, reductions)
+
+
+# What ends it, and what is refused -------------------------------------------------------------------
+
+
+def stop_and_resume(rank: int, n: int, folder: str, sections: Sections) -> Any:
+    """How a run ended whose second rank was sent SIGTERM after update 3; then it is resumed to its end."""
+    config, world = tiny(folder, **sections), World.of_all()
+    job = built(config, world)
+    send = after_update(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    code = run_job(job, Listener(config, send if rank == 1 else None)).exit_code
+    return code, resumed(folder, world=world)[0].exit_code, refused(rank, n, f"{folder}/refused")
+
+
+def refused(rank: int, n: int, folder: str) -> list[str]:
+    """What is said of stages of one's own that no checkpoint could tell apart, or whose parts it lacks."""
+    said = []
+    for number, sharded in ((1, False), (2, False), (1, True)):
+        parts = [torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(number)]
+        if sharded:
+            mesh = init_device_mesh("cpu", (n, 1), mesh_dim_names=("stages", "data"))
+            parts = [torch.nn.Sequential(OrderedDict({f"layer{rank}": torch.nn.Linear(2, 2)}))]
+            fully_shard(parts[0], mesh=mesh["data"])
+        cpu = torch.device("cpu")
+        stages = [PipelineStage(p, rank + n * i, n * number, cpu) for i, p in enumerate(parts)]
+        schedule = ScheduleLoopedBFS if number > 1 else ScheduleGPipe
+        model = PipelinedModel(stages, schedule=schedule, inputs=lambda batch: batch["x"])
+        window = UpdateWindow(model, torch.optim.SGD(model.parameters(), lr=0.1), token_loss())
+        with pytest.raises(UnsupportedError) as error:
+            Checkpoints(f"{folder}-{number}-{sharded}").save(window)
+        said.append(str(error.value))
+    return said
+
+
+def test_a_signal_ends_all_stages_on_one_edge_and_odd_stages_are_not_saved(tmp_path: Path) -> None:
+    base = ten_updates(tmp_path)
+    run(tiny(tmp_path / "one", **base))
+    sections = merged(base, {"parallel": {"strategy": "pipeline"}})
+    for stopped, done, (between, inside, sharded) in run_ranks(
+        stop_and_resume, 2, str(tmp_path / "run"), sections
+    ):
+        assert (stopped, done) == (143, 0)
+        assert "stages 0 and 1 of the pipeline both have '0.weight'" in between
+        assert "'0.weight' is a name in stage" in inside
+        assert "a stage of the pipeline is in parts over ranks" in sharded
+    assert "update-00000003" in checkpoint_names(tmp_path / "run")
+    assert len(told(tmp_path / "run")[0]) == 10
+    state, other = (
+        torch.load(tmp_path / name / "model" / "model.pt", weights_only=True) for name in ("one", "run")
+    )
+    assert largest_difference(state, other) < 1e-11

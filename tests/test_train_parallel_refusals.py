@@ -15,6 +15,7 @@ from wholebatch.train.parts import check_settings
 FSDP = {"strategy": "fsdp"}
 PIPELINE = {"strategy": "pipeline"}
 TWO_LAYERS = {"layers": 2}
+SHARED = {"parallel": {"context_parallel": 2}}
 STAGED = {"parallel": PIPELINE, "model": TWO_LAYERS}
 
 
@@ -73,7 +74,11 @@ def check(ranks: int, **sections: dict[str, Any]) -> Any:
             },
             "interleaved_1f1b over pipeline_parallel 2 needs",
         ),
-        (2, {"parallel": {"context_parallel": 2}}, "context_parallel = 2: .* Set it to 1"),
+        (3, {"parallel": {"context_parallel": 2}}, "context_parallel = 2: 3 ranks do not divide by it"),
+        (2, SHARED | {"objective": {"kind": "label"}}, "and objective.kind 'label'; cut sequences in a l"),
+        (2, SHARED | {"model": {"dropout": 0.5}}, "dropout = 0.5: the ranks that share a sequence"),
+        (2, SHARED | {"model": {"compile": True}}, "context_parallel = 2 does not go with model.compile"),
+        (4, {"parallel": PIPELINE | {"context_parallel": 2}}, 'does not go with parallel.strategy = "pip'),
         (
             2,
             {"parallel": {"reduce": "per_micro_batch"}},
@@ -172,6 +177,7 @@ def test_deepspeed_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_replicas_are_what_is_left_of_the_ranks() -> None:
     assert check(4, parallel=FSDP | {"tensor_parallel": 2}).replicas == 2
     assert check(4, parallel=FSDP).replicas == 4
+    assert check(4, parallel={"context_parallel": 2}).replicas == 2
     assert check(4, parallel=PIPELINE, model={"layers": 4}).replicas == 1
     assert check(4, parallel=PIPELINE | {"pipeline_parallel": 2}, model=TWO_LAYERS).replicas == 2
     budget = {"micro_batch_samples": 0, "tokens_per_micro_batch": 64}

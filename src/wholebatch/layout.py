@@ -128,6 +128,11 @@ class Layout:
         return self.ranks // self.ranks_per_replica
 
     @property
+    def copies(self) -> int:
+        """Ranks, or groups of them, that have each parameter and a gradient of it: D x CP."""
+        return self.replicas * self.context_parallel
+
+    @property
     def micro_batch_multiple(self) -> int:
         """The micro-batches of a window must be a multiple of this: PP when interleaved, else 1."""
         return self.pipeline_parallel if self.pipeline_schedule == "interleaved_1f1b" else 1

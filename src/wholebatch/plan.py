@@ -89,13 +89,16 @@ class BatchPlan:
 
     @property
     def reductions_per_update(self) -> int:
-        """Times that gradients are combined over replicas in one update: 1, or 0 with one replica."""
-        return 1 if self.replicas > 1 else 0
+        """Times that gradients are combined in one update: 1, or 0 where no two ranks have the same ones.
+
+        Replicas have, and ranks that share the positions of one.
+        """
+        return 1 if self.layout.copies > 1 else 0
 
     @property
     def naive_reductions_per_update(self) -> int:
-        """The same where every micro-batch is reduced: A, or 0 with one replica."""
-        return self.micro_batches_per_window if self.replicas > 1 else 0
+        """The same where every micro-batch is reduced: A, or 0."""
+        return self.micro_batches_per_window if self.layout.copies > 1 else 0
 
     @property
     def pipeline_bubble_fraction(self) -> float | None:

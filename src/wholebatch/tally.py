@@ -51,7 +51,7 @@ class Tally:
     def payload(self, num_terms: int, roles: Roles) -> list[float]:
         """The numbers to add up over the ranks, ``payload_size(num_terms, num_ranks)`` of them.
 
-        Samples are given by one rank of each replica, items by those that count them.
+        Samples are given by one rank of each replica, items and positions by those that count them.
         """
         digest = self.digest or 0
         parts = [float(digest >> (16 * part) & 0xFFFF) for part in range(_DIGEST_PARTS)]
@@ -64,7 +64,7 @@ class Tally:
             *roles.slots(float(fingerprint(self.micro_batches, self.samples, self.digest))),
             counted * self.micro_batches,
             counted * self.samples,
-            counted * self.positions,
+            roles.counts_items * self.positions,
             float(self.micro_batches > 0 and self.digest is None),
             float(self.needs_reset),
             counted * self.samples_left_out,

@@ -38,6 +38,6 @@ def _micro_batch(plan: BudgetPlan) -> str:
 
 
 def _reductions(plan: BudgetPlan) -> Row:
-    if plan.replicas == 1:
+    if plan.layout.copies == 1:
         return ("gradient reductions", "0", "one replica has nobody to reduce with")
     return ("gradient reductions", "1", "at the last micro-batch")

@@ -249,7 +249,7 @@ def accumulation(word: str) -> Row:
 
 
 def _reductions_remark(plan: BatchPlan) -> str:
-    if plan.replicas == 1:
+    if plan.layout.copies == 1:
         return "one replica has nobody to reduce with"
     naive = plan.naive_reductions_per_update
     if naive == 1:

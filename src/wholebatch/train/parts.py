@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from wholebatch.budget import AnyPlan, BudgetPlan, plan_token_budget
 from wholebatch.errors import UsageError
@@ -22,10 +23,13 @@ from wholebatch.train.cutting import refuse_too_long
 from wholebatch.train.data import load_data
 from wholebatch.train.data.store import TokenSamples, content_digest
 from wholebatch.train.layouts.check import check_parallel, check_schedule_fits
-from wholebatch.train.layouts.cut import is_cut, num_stage_ranks, parallel_model
+from wholebatch.train.layouts.cut import forwards_are_meetings, num_stage_ranks, parallel_model
+from wholebatch.train.layouts.sequences import in_parts
 from wholebatch.train.layouts.zero import runs_deepspeed, start_engine
 from wholebatch.train.material import Batch, JobData, JobModel, on_device
 from wholebatch.train.models.choose import build_model, check_model_settings
+from wholebatch.train.models.gpt import GPT
+from wholebatch.train.models.sequences import share_sequences
 from wholebatch.train.optimize import check_optimizer, make_optimizer, parameter_groups
 from wholebatch.train.precision import autocast, check_precision, make_scaler
 from wholebatch.train.schedule import check_schedule, make_schedule
@@ -70,13 +74,16 @@ class Job:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank's sums are those of its replica, which its other ranks compute too."""
-        return self.world.rank % self.plan.layout.ranks_per_replica == 0
+        """Whether this rank's sums count: each for its part of sequences, else one rank for its replica."""
+        return (
+            self.plan.layout.context_parallel > 1
+            or self.world.rank % self.plan.layout.ranks_per_replica == 0
+        )
 
     @property
     def forwards_together(self) -> bool:
         """Whether a forward is a meeting of ranks, so that each must run as many as the others."""
-        return is_cut(self.config.parallel, self.world.ranks)
+        return forwards_are_meetings(self.config.parallel, self.world.ranks)
 
     @property
     def staged(self) -> bool:
@@ -115,6 +122,7 @@ def _plan(config: TrainConfig, ranks: int) -> AnyPlan:
         "ranks": ranks,
         "tensor_parallel": parallel.tensor_parallel,
         "pipeline_parallel": num_stage_ranks(parallel, ranks),
+        "context_parallel": parallel.context_parallel,
     }
     if batch.tokens_per_micro_batch:
         _check_budget(batch)
@@ -207,14 +215,27 @@ def build_job(config: TrainConfig, world: World, plan: AnyPlan) -> Job:
     return Job(config=config, world=world, data=data, plan=plan, order=order, model=model)
 
 
-def make_window(job: Job, *, say: Callable[[str], None] = lambda _: None) -> UpdateWindow:
+def as_shared(job: Job, sequences: DeviceMesh | None) -> Job:
+    """The job as its ranks run it after the proof: each with its part of sequences."""
+    if sequences is None:
+        return job
+    return replace(job, data=in_parts(job.data, sequences.get_local_rank(), sequences.size()))
+
+
+def make_window(
+    job: Job, sequences: DeviceMesh | None = None, *, say: Callable[[str], None] = lambda _: None
+) -> UpdateWindow:
     """The window over the job's model, with its optimizer, clipping, schedule and loss scaler.
 
     Args:
-        job: what ``build_job`` made.
+        job: as its ranks run it.
+        sequences: the ranks that share this rank's sequences.
         say: tells people what takes long; called on all ranks or none.
     """
     config, model = job.config, job.model.module
+    if sequences is not None:
+        assert isinstance(model, GPT)
+        share_sequences(model, sequences)
     by_deepspeed = runs_deepspeed(config.parallel, job.world.ranks)
     # An optimizer must have the parameters as the ranks then hold them; DeepSpeed sees to that itself.
     if not by_deepspeed:
@@ -235,6 +256,7 @@ def make_window(job: Job, *, say: Callable[[str], None] = lambda _: None) -> Upd
             **_per_update(job),
         ),
         scaler=make_scaler(config.precision, job.world.device),
+        context_parallel=sequences,
         reduce=config.parallel.reduce if job.world.ranks > 1 else "per_update",
     )
 

@@ -99,7 +99,8 @@ class ParallelConfig:
             few micro-batches, "gpipe" those of all; "interleaved_1f1b" and "zero_bubble" wait less, with
             several stages on a rank.
         pipeline_virtual_stages: stages on each rank, for those two; at least 2.
-        context_parallel: ranks that share each sequence; for loops of your own.
+        context_parallel: ranks that share each sequence, for the built-in GPT and "next_token"; they share
+            one replica, with "ddp", "fsdp" or "hsdp".
     """
 
     strategy: Literal["ddp", "fsdp", "hsdp", "deepspeed", "pipeline"] = "ddp"

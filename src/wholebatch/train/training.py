@@ -25,9 +25,10 @@ from wholebatch.train.average import make_average
 from wholebatch.train.display import Display
 from wholebatch.train.evaluate import HELD_OUT, HELD_OUT_AVERAGE, evaluate_held_out
 from wholebatch.train.hyperparameters import apply_settings, groups_as_built, settings_to_save
+from wholebatch.train.layouts.sequences import sequence_mesh
 from wholebatch.train.loading import windows
 from wholebatch.train.material import Batch
-from wholebatch.train.parts import Job, data_identity, make_window
+from wholebatch.train.parts import Job, as_shared, data_identity, make_window
 from wholebatch.train.signals import Stop
 
 # So many skipped updates in a row do not come right by themselves.
@@ -46,8 +47,11 @@ class Training:
     """
 
     def __init__(self, job: Job, checkpoints: Checkpoints | None, display: Display) -> None:
-        self.job = job
-        self.window = make_window(job, say=lambda text: job.world.all_or_none(lambda: display.say(text)))
+        sequences = sequence_mesh(job.config.parallel, job.world)
+        self.job = job = as_shared(job, sequences)
+        self.window = make_window(
+            job, sequences, say=lambda text: job.world.all_or_none(lambda: display.say(text))
+        )
         self.average = make_average(job.model.module, job.config.average)
         self.log: RunLog | None = None
         self.evaluated_at_start: frozenset[str] = frozenset()  # splits recorded so by an earlier try

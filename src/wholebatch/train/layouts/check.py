@@ -25,17 +25,13 @@ def check_parallel(config: TrainConfig, ranks: int) -> None:
         UsageError: numbers that do not fit the ranks or the model, or a setting that would do nothing.
     """
     settings = config.parallel
-    if settings.context_parallel > 1:
-        raise UnsupportedError(
-            f"parallel.context_parallel = {settings.context_parallel}: this job cuts no model into parts "
-            f"of sequences; UpdateWindow trains one that is, in a loop of your own (docs/engines.md). Set "
-            f"it to 1"
-        )
     check_zero(config, ranks)
     _check_reduce(settings, ranks)
     _check_shards(settings, ranks)
     if settings.tensor_parallel > 1:
         _check_tensor_parallel(config, ranks)
+    if settings.context_parallel > 1:
+        _check_context_parallel(config, ranks)
     if settings.strategy == STAGED:
         _check_pipeline(config, ranks)
     else:
@@ -117,6 +113,37 @@ def _check_tensor_parallel(config: TrainConfig, ranks: int) -> None:
         raise UnsupportedError(
             f"{where}: {config.optimizer.name} moves matrices as a whole, and attention has its own in "
             f'three parts here; take an optimizer that moves each element by itself, such as "AdamW"'
+        )
+
+
+def _check_context_parallel(config: TrainConfig, ranks: int) -> None:
+    """What sequences of the built-in GPT can be shared over ranks."""
+    settings, model = config.parallel, config.model
+    where = f"parallel.context_parallel = {settings.context_parallel}"
+    if ranks % settings.context_parallel:
+        raise UsageError(
+            f"{where}: {ranks} ranks do not divide by it; start a multiple of {settings.context_parallel}"
+        )
+    if model.source != "gpt" or ":" in config.data.source or config.objective.kind != "next_token":
+        raise UnsupportedError(
+            f'{where} knows the attention of the built-in GPT and the objective "next_token", and here are '
+            f"model.source {model.source!r}, data.source {config.data.source!r} and objective.kind "
+            f"{config.objective.kind!r}; cut sequences in a loop of your own (docs/engines.md), or set it "
+            f"to 1"
+        )
+    for key, given in (
+        (f"parallel.tensor_parallel = {settings.tensor_parallel}", settings.tensor_parallel > 1),
+        (f'parallel.strategy = "{settings.strategy}"', settings.strategy not in ("ddp", *CUT)),
+        (f"lora.rank = {config.lora.rank}", config.lora.rank),
+        ('batch.rows = "packed"', config.batch.rows == "packed"),
+        ("model.compile", model.compile),
+    ):
+        if given:
+            raise UnsupportedError(f"{where} does not go with {key}; leave one of them out")
+    if model.dropout:
+        raise UnsupportedError(
+            f"{where} and model.dropout = {model.dropout}: the ranks that share a sequence would drop the "
+            f"same features of different positions; set it to 0"
         )
 
 

@@ -27,8 +27,13 @@ CUT = ("fsdp", "hsdp")
 STAGED = "pipeline"
 
 
+def forwards_are_meetings(settings: ParallelConfig, ranks: int) -> bool:
+    """Whether no rank can run a forward alone: its parameters or its sequences lie on others too."""
+    return is_cut(settings, ranks) or settings.context_parallel > 1
+
+
 def is_cut(settings: ParallelConfig, ranks: int) -> bool:
-    """Whether parameters lie in parts over the ranks, and every forward is a meeting of theirs."""
+    """Whether parameters lie in parts over the ranks."""
     in_pieces = settings.strategy == "deepspeed" and settings.zero_stage == 3
     cut = settings.strategy in (*CUT, STAGED) or in_pieces
     return ranks > 1 and (cut or settings.tensor_parallel > 1)

@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.dropout = shape.dropout
         self.to_query_key_value = nn.Linear(shape.width, 3 * shape.width)
         self.to_output = nn.Linear(shape.width, shape.width)
-        self.attend_in_rows = attend_in_rows
+        self.attend, self.attend_in_rows = _attend, attend_in_rows
 
     def forward(self, x: Tensor, layout: RowLayout | None = None) -> Tensor:
         samples, tokens, width = x.shape
@@ -63,9 +63,13 @@ class Attention(nn.Module):
             packed: Tensor = self.to_output(in_row.reshape(1, tokens, width))
             return packed
         query, key, value = parts.permute(2, 0, 3, 1, 4)  # each (samples, heads, tokens, width of a head)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+        mixed = self.attend(query, key, value, dropout=dropout)
         out: Tensor = self.to_output(mixed.transpose(1, 2).reshape(samples, tokens, width))
         return out
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *, dropout: float) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
 
 
 class Block(nn.Module):
@@ -101,6 +105,7 @@ class GPT(nn.Module):
     def __init__(self, shape: GPTShape, *, activation_checkpointing: bool = False) -> None:
         super().__init__()
         self.shape = shape
+        self.part_of_sequence = 0  # of ranks that share each
         self.activation_checkpointing = activation_checkpointing
         self.token_embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.position_embedding = nn.Embedding(shape.max_tokens, shape.width)
@@ -166,11 +171,13 @@ class GPT(nn.Module):
 
     def embedded(self, input_ids: Tensor, layout: RowLayout | None = None) -> Tensor:
         """The features of token ids before the first block; shape (samples, tokens, width)."""
-        positions = (
-            torch.arange(input_ids.shape[1], device=input_ids.device)
-            if layout is None
-            else layout.positions
-        )
+        if layout is None:
+            tokens = input_ids.shape[1]
+            positions = torch.arange(tokens, device=input_ids.device) + self.part_of_sequence * tokens
+            # Beyond the last there is padding alone, to make parts of one length.
+            positions = positions.clamp(max=self.shape.max_tokens - 1)
+        else:
+            positions = layout.positions
         x: Tensor = self.token_embedding(input_ids)
         embedded: Tensor = self.drop(x + self.position_embedding(positions))
         return embedded

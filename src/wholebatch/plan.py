@@ -89,10 +89,7 @@ class BatchPlan:
 
     @property
     def reductions_per_update(self) -> int:
-        """Times that gradients are combined in one update: 1, or 0 where no two ranks have the same ones.
-
-        Replicas have, and ranks that share the positions of one.
-        """
+        """Times that gradients are combined in one update: 1, or 0 where no two ranks have the same."""
         return 1 if self.layout.copies > 1 else 0
 
     @property

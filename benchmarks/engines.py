@@ -1,11 +1,11 @@
 """The window beside each engine's own accumulation, written by hand as its documentation has it.
 
-    python benchmarks/engines.py            two ranks, gloo
-    python benchmarks/engines.py --rounds 20 --model large
+    python benchmarks/engines.py                                     every engine that is installed
+    python benchmarks/engines.py --engine pipeline --model large     those with "pipeline" in their name
 
 Three loops take turns in one process group, each with a model of its own: the hand-written one twice, whose
-distance from itself is the noise, and the window's. Times are of the slower rank, by turns in a random
-order; a ratio is to the first loop's time in the same round.
+distance from itself is the noise, and the window's. Times are of the slowest rank, by turns in a random
+order; a ratio is to the first loop's time in the same round. Starts itself under torchrun.
 """
 
 from __future__ import annotations
@@ -16,127 +16,107 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
 from statistics import quantiles
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import clip_grad_norm_
+from torch.distributed.tensor import DTensor
 
-import wholebatch as wb
+from engine_loops import ENGINES, Contender, Engine
 from overhead import quiet, start_ranks
-from work import CLIP_GRAD_NORM, WORKS, MicroBatch, Work, batches_of, count_items, new_model, sum_loss
+from work import WORKS, MicroBatch, Work, batches_of
 
-RANKS = 2
-ENGINES = ("FSDP2, per update", "FSDP2, per micro-batch")
 _WARM_ROUNDS = 3
-Loop = Callable[[list[MicroBatch]], None]
 
 
 def main() -> int:
     """Measure, print the table; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--model", choices=sorted(WORKS), default="small")
-    options = parser.parse_args()
+    options = _options()
+    chosen = [engine for engine in ENGINES if options.engine.lower() in engine.name.lower()]
+    if not chosen:
+        names = ", ".join(engine.name for engine in ENGINES)
+        print(f"--engine {options.engine!r} is in none of the names: {names}", file=sys.stderr)
+        return 2
     if "RANK" not in os.environ:
-        return start_ranks(RANKS, sys.argv[1:], __file__)
+        for engine in chosen:
+            if not engine.is_here:
+                print(f"{engine.name}: not measured, {engine.package} is not installed")
+        numbers = sorted({engine.ranks for engine in chosen if engine.is_here})
+        return max((start_ranks(number, sys.argv[1:], __file__) for number in numbers), default=0)
     torch.set_num_threads(1)
     quiet()
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     try:
-        if dist.get_rank() == 0:
-            print(
-                f"{options.model} model, {options.rounds} rounds: ratio to the hand-written loop, quartiles"
-            )
-        for engine in ENGINES:
-            _measure(engine, WORKS[options.model], options.rounds)
+        for engine in chosen:
+            if engine.is_here and engine.ranks == dist.get_world_size():
+                _measure(engine, WORKS[options.model], options.rounds)
+                gc.collect()  # an engine has to go before its process group
     finally:
-        gc.collect()
         dist.destroy_process_group()
     return 0
 
 
-def _measure(engine: str, work: Work, rounds: int) -> None:
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30, help="updates of each loop that are timed")
+    parser.add_argument("--model", choices=sorted(WORKS), default="small")
+    parser.add_argument("--engine", default="", help="only engines with this in their name")
+    return parser.parse_args()
+
+
+def _measure(engine: Engine, work: Work, rounds: int) -> None:
     loops = {
-        "by hand": _by_hand(engine, work),
-        "by hand, again": _by_hand(engine, work),
-        "window": _by_window(engine, work),
+        "by hand": engine.by_hand(work),
+        "by hand, again": engine.by_hand(work),
+        "window": engine.by_window(work),
     }
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     order = random.Random(0)
-    for update in range(_WARM_ROUNDS + rounds):
-        batches = batches_of(work, update)
+    replica = dist.get_rank() * engine.replicas // engine.ranks
+    for number in range(_WARM_ROUNDS + rounds):
+        batches = batches_of(work, number, replica=replica)
         for name in order.sample(list(loops), len(loops)):
-            taken = _timed(loops[name][1], batches)
-            if update >= _WARM_ROUNDS:
+            taken = _timed(loops[name], batches)
+            if number >= _WARM_ROUNDS:
                 seconds[name].append(taken)
-    first = _whole(loops["by hand"][0])
-    for name, (model, _) in loops.items():
+    first = _parameters(loops["by hand"].model)
+    for name, loop in loops.items():
         ratios = [mine / theirs for mine, theirs in zip(seconds[name], seconds["by hand"], strict=True)]
-        away = float((_whole(model) - first).norm() / first.norm())
-        low, middle, high = quantiles(ratios, n=4, method="inclusive")
+        away = _farthest(_parameters(loop.model), first)
         if dist.get_rank() == 0:
-            print(
-                f"{engine:<24} {name:<16} {middle:.3f}  {low:.3f} to {high:.3f}  parameters {away:.1e} away"
-            )
+            _print(f"{work.name}, {engine.name}", name, ratios, away)
 
 
-def _sharded(work: Work) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = new_model(work)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+def _print(what: str, loop: str, ratios: Sequence[float], away: float) -> None:
+    low, middle, high = quantiles(ratios, n=4, method="inclusive")
+    spread = f"{low:.3f} to {high:.3f}"
+    print(f"{what:<34} {loop:<15} {middle:.3f}  {spread}  parameters {away:.1e} away", flush=True)
 
 
-def _by_hand(engine: str, work: Work) -> tuple[nn.Module, Loop]:
-    model, optimizer = _sharded(work)
-    held_back = engine.endswith("per update")
-
-    def update(batches: list[MicroBatch]) -> None:
-        items = torch.stack([count_items(batch) for batch in batches]).sum()
-        dist.all_reduce(items)
-        for index, batch in enumerate(batches):
-            sharded: Any = model
-            sharded.set_requires_gradient_sync(not held_back or index == len(batches) - 1)
-            (sum_loss(model(batch["input_ids"]), batch["labels"]) * RANKS / items).backward()
-        clip_grad_norm_(model.parameters(), CLIP_GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, update
-
-
-def _by_window(engine: str, work: Work) -> tuple[nn.Module, Loop]:
-    model, optimizer = _sharded(work)
-    objective = wb.next_token_loss()
-    reduce: Any = "per_update" if engine.endswith("per update") else "per_micro_batch"
-    window = wb.UpdateWindow(model, optimizer, objective, clip_grad_norm=CLIP_GRAD_NORM, reduce=reduce)
-
-    def update(batches: list[MicroBatch]) -> None:
-        window.run(batches, lambda model, batch: objective(model(batch["input_ids"]), batch))
-
-    return model, update
-
-
-def _timed(loop: Loop, batches: list[MicroBatch]) -> float:
-    """Seconds of the slower rank."""
+def _timed(loop: Contender, batches: list[MicroBatch]) -> float:
+    """Seconds of the slowest rank."""
     dist.barrier()
     began = time.perf_counter()
-    loop(batches)
+    loop.update(batches)
     taken = torch.tensor(time.perf_counter() - began)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken)
 
 
-def _whole(model: nn.Module) -> torch.Tensor:
-    parameters: list[Any] = list(model.parameters())
-    return torch.cat([parameter.full_tensor().detach().flatten() for parameter in parameters])
+def _parameters(model: nn.Module) -> torch.Tensor:
+    """Those of this rank, one after the other; of parameters in parts, the whole."""
+    found = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([parameter.detach().flatten() for parameter in found])
+
+
+def _farthest(found: torch.Tensor, other: torch.Tensor) -> float:
+    """``|found - other| / |other|``, the largest of all ranks."""
+    away = (found - other).norm() / other.norm()
+    dist.all_reduce(away, op=dist.ReduceOp.MAX)
+    return float(away)
 
 
 if __name__ == "__main__":

@@ -85,8 +85,10 @@ def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def batches_of(work: Work, update: int, *, micro_batches_per_window: int | None = None) -> list[MicroBatch]:
-    """This rank's micro-batches of one global batch: random ids, a random head of each ignored.
+def batches_of(
+    work: Work, update: int, *, micro_batches_per_window: int | None = None, replica: int | None = None
+) -> list[MicroBatch]:
+    """This replica's micro-batches of one global batch: random ids, a random head of each ignored.
 
     The head is up to three quarters of a sample, so that micro-batches have unequal items, and a loop that
     averages their means computes another update.
@@ -95,8 +97,10 @@ def batches_of(work: Work, update: int, *, micro_batches_per_window: int | None 
         work: the sizes.
         update: which update, from 0; the same number gives the same batches.
         micro_batches_per_window: A, where it is not that of ``work``.
+        replica: whose micro-batches; by default every rank is one.
     """
-    generator = torch.Generator().manual_seed(1_000_003 * update + this_rank())
+    number = this_rank() if replica is None else replica
+    generator = torch.Generator().manual_seed(1_000_003 * update + number)
     size = (work.micro_batch_samples, work.shape.max_tokens)
     found = []
     for _ in range(micro_batches_per_window or work.micro_batches_per_window):

@@ -37,6 +37,7 @@ FLOORS = {
     "objective": 2,
     "losses": 2,
     "split": 2,
+    "content": 2,
     "gradients": 2,
     "accumulation": 2,
     "replay": 2,

@@ -224,19 +224,31 @@ def test_a_frozen_base_in_half_precision_adds_nothing_up() -> None:
     assert max(run_ranks(over_a_frozen_base, 2)) < 1e-14
 
 
-def other_samples(rank: int, _ranks: int) -> str:
-    model = net()
+def other_samples(rank: int, _ranks: int) -> list[str]:
+    """What is said where the ranks of a replica hold: fewer, other values, other rows first; the same."""
+    model = net().eval()
     mesh = init_device_mesh("cpu", (2,))
     parallelize_module(model, mesh, {"first": ColwiseParallel(), "last": RowwiseParallel()})
     model.norm = nn.Identity()
-    with pytest.raises(WindowUsageError) as caught:
-        window_over(model).run(batches(0, 2)[rank : rank + 1], loss)
-    return str(caught.value)
+    window, same = window_over(model), batches(0, 3)
+    others = [
+        same[rank:],
+        [*same[:2], {name: value + rank for name, value in same[2].items()}],
+        [{name: value.flip(0) for name, value in one.items()} if rank else one for one in same],
+    ]
+    told = []
+    for given in others:
+        with pytest.raises(WindowUsageError) as caught:
+            window.run(given, loss)
+        told.append(str(caught.value))
+    assert window.run(same, loss).outcome == "applied"
+    return told
 
 
 def test_ranks_of_one_replica_are_given_the_same_samples() -> None:
-    for message in run_ranks(other_samples, 2):
-        assert message.startswith("rank 1 hold other samples than another rank of the same replica")
+    for told in run_ranks(other_samples, 2):
+        for message in told:
+            assert message.startswith("other micro-batches were given to rank 1 than to another rank of")
 
 
 def sequences(start: int, number: int) -> list[Batch]:

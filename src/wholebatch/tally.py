@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from wholebatch.content import content_marks
 from wholebatch.errors import ObjectiveError, WindowUsageError
 from wholebatch.gradients import read_scalars
 from wholebatch.objective import Number, Objective, SummedLoss
@@ -37,6 +38,7 @@ class Tally:
         settings: fingerprint of what must be the same on every rank.
         needs_reset: whether the engine was left armed on this rank.
         samples_left_out: samples that could not be read and are in no micro-batch.
+        content: what tells other tensors, where ranks of one replica compare theirs; else empty.
     """
 
     micro_batches: int
@@ -47,6 +49,7 @@ class Tally:
     settings: int
     needs_reset: bool
     samples_left_out: int
+    content: tuple[float, ...] = ()
 
     def payload(self, num_terms: int, roles: Roles) -> list[float]:
         """The numbers to add up over the ranks, ``payload_size(num_terms, num_ranks)`` of them.
@@ -61,7 +64,7 @@ class Tally:
         return [
             *roles.slots(float(self.micro_batches)),
             *roles.slots(float(self.settings)),
-            *roles.slots(float(fingerprint(self.micro_batches, self.samples, self.digest))),
+            *roles.slots(float(fingerprint(self.micro_batches, self.samples, self.digest, self.content))),
             counted * self.micro_batches,
             counted * self.samples,
             roles.counts_items * self.positions,
@@ -175,6 +178,7 @@ def tally(
     settings: int,
     needs_reset: bool,
     samples_left_out: int = 0,
+    compares_content: bool = False,
 ) -> Tally:
     """Count what ``batches`` hold.
 
@@ -187,6 +191,7 @@ def tally(
         settings: fingerprint of what must be the same on every rank.
         needs_reset: whether the engine was left armed on this rank.
         samples_left_out: samples of this rank that could not be read.
+        compares_content: whether other ranks are given the very same micro-batches.
 
     Raises:
         ObjectiveError: a number of items that is negative or not finite.
@@ -194,7 +199,10 @@ def tally(
     """
     terms = list(objective.coefficients)
     flat = _items(batches, objective, terms) if counted is None else [c[t] for c in counted for t in terms]
-    known = read_scalars([0.0 if number is None else number for number in flat])
+    marks = [mark for batch in batches for mark in content_marks(batch)] if compares_content else []
+    # one read of the device for both
+    read = read_scalars([*(0.0 if number is None else number for number in flat), *marks])
+    known, content = read[: len(flat)], tuple(read[len(flat) :])
     for place, number in enumerate(known):
         if not 0.0 <= number < float("inf"):
             micro_batch, term = divmod(place, len(terms))
@@ -214,6 +222,7 @@ def tally(
         settings=settings,
         needs_reset=needs_reset,
         samples_left_out=samples_left_out,
+        content=content,
     )
 
 

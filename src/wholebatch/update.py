@@ -180,6 +180,7 @@ class Update:
             counted=counted,
             settings=fingerprint(self._settings),
             needs_reset=window.ranks.needs_reset,
+            compares_content=window.ranks.roles.same_tensors,
         )
         self._pending = window.agreement.exchange(
             self._ahead.payload(len(window.terms), window.ranks.roles),
@@ -242,9 +243,10 @@ class Update:
             )
         if total.other_samples:
             raise WindowUsageError(
-                f"{name_ranks(total.other_samples)} hold other samples than another rank of the same "
-                f"replica; ranks that share one replica (tensor, context or pipeline parallel) are given "
-                f"the same micro-batches, in the same order"
+                f"other micro-batches were given to {name_ranks(total.other_samples)} than to another rank "
+                f"of the same replica, by what their tensors hold or by their sample ids; ranks that share "
+                f"a replica (tensor, context or pipeline parallel) are given the same samples, in the same "
+                f"order: draw them by the replica's number, not by the rank's"
             )
         planned = _planned_samples(window.plan)
         if planned is not None and total.samples > planned:

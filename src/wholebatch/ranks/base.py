@@ -57,6 +57,8 @@ class Roles:
         counts_items: whether the items that it counts do: one rank of each replica, or, where sequences
             are cut over ranks, each for its own part.
         counts_losses: whether the losses that it sums do; the last stage's of a pipeline.
+        parts_of_sequences: whether sequences are cut over the ranks of a replica, so that each is given
+            other tensors of the same samples.
     """
 
     rank: int = 0
@@ -64,6 +66,12 @@ class Roles:
     counts_samples: bool = True
     counts_items: bool = True
     counts_losses: bool = True
+    parts_of_sequences: bool = False
+
+    @property
+    def same_tensors(self) -> bool:
+        """Whether several ranks are given the very same tensors, those of one replica."""
+        return self.num_ranks > self.num_replicas and not self.parts_of_sequences
 
     @property
     def num_ranks(self) -> int:

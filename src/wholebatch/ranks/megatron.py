@@ -245,6 +245,7 @@ class MegatronRanks(SeveralRanks):
             counts_samples=tensor_place == context_place == 0,
             counts_items=tensor_place == 0,
             counts_losses=tensor_place == 0,
+            parts_of_sequences=context > 1,
         )
 
     def _by_copies(self, gradients: Sequence[Tensor]) -> dict[float, list[Tensor]]:

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-from wholebatch.train.models.stages import GPTStage
 
 import wholebatch as wb
 from wholebatch.ranks.pipeline import PipelinedModel
 from wholebatch.train.models.heads import cut_gpt
+from wholebatch.train.models.stages import GPTStage
 from work import CLIP_GRAD_NORM, LEARNING_RATE, MicroBatch, Work, count_items, new_model, sum_loss
 
 Loop = Callable[[list[MicroBatch]], None]

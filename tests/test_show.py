@@ -381,14 +381,16 @@ def test_resumptions_are_told(folder: Path) -> None:
     changes = {"changed_settings": {"run.num_updates": [8, 12], "batch.drop": [False, None]}}
     RunLog.resume(folder, a_resumption(6, **changes)).close("interrupted")
     (folder / "end.json").unlink()
-    RunLog.resume(folder, a_resumption(5, changed_settings={})).close()
+    on_one = {"changed_settings": {}, "layout": {"ranks": 1}, "replicas": 1}
+    RunLog.resume(folder, a_resumption(5, **on_one)).close()
     text = rendered(folder)
     assert line_with(text, "resumed 2 times").startswith("resumed 2 times, last 20")
     lines = [line.split()[1:] for line in text.splitlines() if line.startswith("20")]
     assert lines == [
         ["6", "2", "8", "x", "1", "x", "2", "done"],
-        ["5", "1", "8", "x", "1", "x", "2", "killed"],
+        ["5", "1", "8", "x", "1", "x", "1", "killed"],
     ]
+    assert "after update 5: ranks 2 -> 1" in text
     assert "after update 6: run.num_updates 8 -> 12, batch.drop no -> None" in text
     data = run_summary(read_run(folder))
     assert [each["abandoned_updates"] for each in data["resumptions"]] == [2, 1]

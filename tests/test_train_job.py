@@ -17,7 +17,7 @@ from torch.utils.data import Subset
 from jobs import Listener, built, largest_difference, parameters, run, tiny
 from ranks import run_ranks
 from runs import write_tiny
-from wholebatch.errors import PlanError, RecordError, UsageError
+from wholebatch.errors import JudgeError, PlanError, RecordError, UsageError
 from wholebatch.loading.reading import micro_batch
 from wholebatch.run_reader import read_run
 from wholebatch.train.command import train as train_command
@@ -29,6 +29,7 @@ from wholebatch.train.material import Batch
 from wholebatch.train.models.gpt import GPT, GPTShape
 from wholebatch.train.optimize import make_optimizer, parameter_groups
 from wholebatch.train.parts import Job, make_window
+from wholebatch.train.proof import _micro_batches as micro_batches_of_proof
 from wholebatch.train.proof import proof_words, prove_first_batch
 from wholebatch.train.schedule import rate_curve
 from wholebatch.train.world import World, join_world
@@ -229,8 +230,8 @@ def test_the_first_batch_is_proved_on_the_job_s_own_parts(tmp_path: Path) -> Non
         ({"batch": {"micro_batch_samples": 8}}, [4, 4], "First global batch: 2 micro-batches make"),
         (
             {"proof": {"max_samples": 5}, "batch": {"micro_batch_samples": 8}},
-            [2, 2, 1],
-            "First 5 samples of the first global batch: 3 micro-batches make",
+            [2, 3],
+            "First 5 samples of the first global batch: 2 micro-batches make",
         ),
     ],
 )
@@ -241,6 +242,26 @@ def test_a_part_of_the_global_batch_is_proved(
     proof = prove_first_batch(job)
     assert [list(split.micro_batch_samples) for split in proof.splits] == [pieces]
     assert proof_words(proof, job).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "max_samples", "pieces"), [(3, 8, [2, 2, 4]), (4, 2, [1, 1, 1, 1]), (8, 8, [1] * 8)]
+)
+def test_every_rank_proves_a_micro_batch(
+    tmp_path: Path, ranks: int, max_samples: int, pieces: list[int]
+) -> None:
+    job = built(
+        tiny(tmp_path / "run", proof={"max_samples": max_samples}, batch={"micro_batch_samples": 4})
+    )
+    job = dataclasses.replace(job, world=dataclasses.replace(job.world, ranks=ranks))
+    assert [len(part) for part in micro_batches_of_proof(job)] == pieces
+
+
+def test_a_first_global_batch_with_fewer_samples_than_ranks_is_refused(tmp_path: Path) -> None:
+    job = built(tiny(tmp_path / "run"))
+    job = dataclasses.replace(job, world=dataclasses.replace(job.world, ranks=9))
+    with pytest.raises(JudgeError, match=r"has 8 samples for 9 ranks, .* proof.check_first_batch = false"):
+        prove_first_batch(job)
 
 
 def test_with_a_proof_the_header_has_the_verdict(tmp_path: Path) -> None:

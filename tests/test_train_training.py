@@ -42,6 +42,7 @@ from wholebatch.report.output import OutputClosedError
 from wholebatch.run_log import RunLog
 from wholebatch.run_reader import read_run
 from wholebatch.train import signals
+from wholebatch.train.advice import with_the_command
 from wholebatch.train.config import TrainConfig, config_from_dict
 from wholebatch.train.job import JobResult, run_job
 from wholebatch.train.signals import Stop, stop_on_signal
@@ -87,6 +88,27 @@ def test_the_first_ctrl_c_ends_after_a_whole_update(tmp_path: Path) -> None:
     how = f"Saved after 2 updates. To resume: wholebatch train --resume {tmp_path / 'run'}"
     assert how in display.words.getvalue()
     goes_on_as_if_nothing_had_happened(tmp_path / "run", config, tmp_path / "beside")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "here", "program"),
+    [
+        (None, None, "wholebatch"),
+        (1, 1, "wholebatch"),
+        (4, 4, "torchrun --nproc-per-node 4 -m wholebatch"),
+        (16, 8, "torchrun --nnodes 2 --nproc-per-node 8 -m wholebatch"),
+    ],
+)
+def test_what_is_to_be_typed_starts_as_many_ranks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int | None, here: int | None, program: str
+) -> None:
+    for name, value in (("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", here)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
+    told = CheckpointError("it is damaged")
+    told.newest_intact = tmp_path / "update-00000002"
+    assert str(with_the_command(told)).endswith(f": {program} train --resume {told.newest_intact}")
 
 
 def test_the_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def render_run(run: Run) -> RenderableType:
     parts += warnings_of(run)
     parts += curves(run.records)
     if run.resumptions:
-        parts += ["", _resumptions(run.resumptions)]
+        parts += ["", _resumptions(run)]
     if facts["checkpoints"]:
         parts += ["", _checkpoints(facts["checkpoints"])]
     for each in facts["damaged_checkpoints"]:
@@ -246,25 +246,28 @@ def _line(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="crop")
 
 
-def _resumptions(resumptions: Sequence[Resumption]) -> RenderableType:
+def _resumptions(run: Run) -> RenderableType:
     """Where the run was resumed, and what was another from there on."""
     table = columns("at|", "after\nupdate", "updates\ngiven up", "m x A x D", "end\nbefore|")
     lines: list[RenderableType] = []
-    for r in resumptions:
+    layouts = [run.header.layout, *(each.layout for each in run.resumptions)]
+    for layout_before, r in zip(layouts, run.resumptions, strict=False):
         if r.micro_batch_samples is None:
             product = f"{r.tokens_per_micro_batch or 0:,} tokens x {r.replicas:,}"
         else:
             product = f"{r.micro_batch_samples:,} x {r.micro_batches_per_window:,} x {r.replicas:,}"
         before = "killed" if r.previous_end is None else str(r.previous_end.get("reason", "?"))
         table.add_row(r.at, f"{r.updates_attempted:,}", f"{r.abandoned_updates:,}", product, before)
-        if r.changed_settings:
-            words = changes_words(r.changed_settings)
+        if words := changes_words(layout_before, r):
             lines.append(Text(f"after update {r.updates_attempted:,}: {words}"))
     return Group(heading("resumed"), table, *lines)
 
 
-def changes_words(changed: Mapping[str, Sequence[Any]]) -> str:
-    """The settings that a resumption changed, each with the value before and after it."""
+def changes_words(layout_before: Mapping[str, int], resumption: Resumption) -> str:
+    """What a resumption changed, ranks and settings, each with the value before and after it."""
+    ranks = [layout_before.get("ranks", 1), resumption.layout.get("ranks", 1)]
+    changed: dict[str, Sequence[Any]] = {"ranks": ranks} if ranks[0] != ranks[1] else {}
+    changed |= resumption.changed_settings
     return ", ".join(f"{name} {' -> '.join(map(value_words, pair))}" for name, pair in changed.items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -33,7 +34,11 @@ def with_the_command(error: CheckpointError) -> CheckpointError:
 
 
 def _command(named: Path | str) -> str:
-    return f"wholebatch train --resume {shlex.quote(str(named))}"
+    """What starts the run again on as many ranks as there are, by what torchrun tells each of them."""
+    ranks, here = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    nodes = f"--nnodes {ranks // here} " if ranks > here else ""
+    program = f"torchrun {nodes}--nproc-per-node {here} -m wholebatch" if ranks > 1 else "wholebatch"
+    return f"{program} train --resume {shlex.quote(str(named))}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -184,8 +184,8 @@ def _resume(job: Job, display: Display, command: Sequence[str], earlier: Earlier
     training.log = _log_of_the_leader(job, lambda: RunLog.resume(folder, told))
     price = facts.price(job, training.window)
     words = f"Resumed {folder} after {number_of(updates, 'update')}, {samples:,} samples.{price}"
-    if told.changed_settings:
-        words += f"\nChanged: {changes_words(told.changed_settings)}"
+    if changes := changes_words(earlier.layout, told):
+        words += f"\nChanged: {changes}"
     return _Begun(folder=folder, training=training, words=words)
 
 

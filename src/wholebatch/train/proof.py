@@ -7,6 +7,7 @@ from typing import Any
 from wholebatch.errors import JudgeError
 from wholebatch.loading.reading import read_samples
 from wholebatch.plan import BatchPlan
+from wholebatch.report.words import number_of
 from wholebatch.train.cutting import cut_by_tokens
 from wholebatch.train.material import Batch
 from wholebatch.train.optimize import make_optimizer
@@ -55,23 +56,32 @@ def prove_first_batch(job: Job) -> Verification:
 
 
 def proved_samples(job: Job) -> list[int]:
-    """The samples of the first global batch that the proof takes."""
-    return job.order.global_batch(0)[: job.config.proof.max_samples]
+    """The samples of the first global batch that the proof takes; one for each rank at least."""
+    return job.order.global_batch(0)[: max(job.config.proof.max_samples, job.world.ranks)]
 
 
 def _micro_batches(job: Job) -> list[list[tuple[int, Any]]]:
     """The samples that the proof takes, with their ids, in micro-batches as the plan cuts them.
 
-    At least two where there are two samples, so that there is something to accumulate.
+    At least two where there are two samples, so that there is something to accumulate, and one for each
+    rank.
     """
-    samples = _read(job)
+    samples, ranks = _read(job), job.world.ranks
+    if len(samples) < ranks:
+        raise JudgeError(
+            f"the first global batch has {number_of(len(samples), 'sample')} for {ranks} ranks, of which "
+            f"each needs one to show that it makes the update of the big batch; give it more, or set "
+            f"proof.check_first_batch = false"
+        )
     if isinstance(job.plan, BatchPlan):
-        m = max(1, min(job.plan.micro_batch_samples, len(samples) // 2))
-        return [samples[start : start + m] for start in range(0, len(samples), m)]
-    parts = cut_by_tokens(job.plan, job.data, samples, job.data.lengths)
-    if len(parts) == 1 and len(samples) > 1:
-        half = len(samples) // 2
-        return [parts[0][:half], parts[0][half:]]
+        m = job.plan.micro_batch_samples
+        parts = [samples[start : start + m] for start in range(0, len(samples), m)]
+    else:
+        parts = cut_by_tokens(job.plan, job.data, samples, job.data.lengths)
+    while len(parts) < min(max(2, ranks), len(samples)):
+        longest = max(parts, key=len)
+        half, place = len(longest) // 2, parts.index(longest)
+        parts[place : place + 1] = [longest[:half], longest[half:]]
     return parts
 
 

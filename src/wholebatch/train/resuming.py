@@ -6,7 +6,7 @@ import copy
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Earlier:
         saved_updates: of the newest checkpoint, or that which is named; 0 where there is none.
         done: whether it ended as done.
         evaluated_at_start: splits whose loss before the first update it has recorded.
+        layout: ranks and parallel degrees that it had before the resumption to come.
     """
 
     folder: Path
@@ -44,6 +45,7 @@ class Earlier:
     saved_updates: int = 0
     done: bool = False
     evaluated_at_start: frozenset[str] = frozenset()
+    layout: Mapping[str, int] = field(default_factory=dict)
 
 
 def find_earlier(named: Path) -> Earlier:
@@ -78,7 +80,12 @@ def find_earlier(named: Path) -> Earlier:
         saved_updates=next((update_of(path) or 0 for path in of_it), 0),
         done=run.end is not None and run.end.reason == "done",
         evaluated_at_start=frozenset(e.split for e in run.evaluations if e.samples_consumed == 0),
+        layout=_layouts(run)[number_of_resumption(run) - 1],
     )
+
+
+def _layouts(run: Run) -> list[dict[str, int]]:
+    return [run.header.layout, *(each.layout for each in run.resumptions)]
 
 
 def _settings_after(run: Run, resumptions: int) -> dict[str, Any]:

@@ -76,18 +76,24 @@ def main(ranks: int, rank: int) -> None:
         model, optimizer, objective, plan=plan, clip_grad_norm=1.0, scheduler=wb.per_update(schedule)
     )
 
-    train(window, objective, data, ranks, rank)
+    def loss_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        return objective(model(batch["input_ids"]), batch)
+
+    train(window, loss_sum, data, replicas=ranks, replica=rank)
 
 
-def train(window: wb.UpdateWindow, objective: Any, data: list[torch.Tensor], ranks: int, rank: int) -> None:
-    """Every rank's share of each global batch, and a line for each update."""
+def train(
+    window: wb.UpdateWindow, loss_fn: Any, data: list[torch.Tensor], *, replicas: int, replica: int
+) -> None:
+    """Every replica's share of each global batch, and a line for each update."""
     order = wb.SampleOrder(num_samples=len(data), global_batch_samples=GLOBAL_BATCH_SAMPLES, seed=0)
     for _ in range(UPDATES):
         position = window.counters.samples  # where the run is, under any number of ranks
-        ids = order.window(position, micro_batch_samples=MICRO_BATCH_SAMPLES, replicas=ranks, replica=rank)
-        batches = [collate(data, ids_of_one) for ids_of_one in ids]
-        record = window.run(batches, lambda model, batch: objective(model(batch["input_ids"]), batch))
-        if rank == 0:
+        ids = order.window(
+            position, micro_batch_samples=MICRO_BATCH_SAMPLES, replicas=replicas, replica=replica
+        )
+        record = window.run([collate(data, ids_of_one) for ids_of_one in ids], loss_fn)
+        if os.environ.get("RANK", "0") == "0":
             print(
                 f"update {record.updates_applied}: {record.samples} samples, {record.items} items, "
                 f"loss per item {record.loss_per_item:.4f}, samples {record.sample_digest}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,10 @@ def main(ranks: int, rank: int, reduce: str) -> None:
     if rank == 0:
         print(window.traffic(plan.micro_batches_per_window))
 
-    train(window, objective, data, ranks, rank)
+    def loss_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        return objective(model(batch["input_ids"]), batch)
+
+    train(window, loss_sum, data, replicas=ranks, replica=rank)
 
 
 if __name__ == "__main__":

@@ -47,3 +47,11 @@ def test_the_loop_is_the_same_when_it_is_sharded() -> None:
     assert each.startswith("2 reductions of gradients an update")
     assert each.endswith("0.0 KiB of whole gradients held")
     assert reduced_each_time == alone
+
+
+@pytest.mark.slow
+def test_the_loop_is_the_same_in_stages_and_with_matrices_in_parts() -> None:
+    alone = lines_of("pipeline_loop.py")
+    assert len(alone) == 6
+    assert lines_of("pipeline_loop.py", *TORCHRUN, "2") == alone
+    assert lines_of("pipeline_loop.py", *TORCHRUN, "2", arguments=["tensor"]) == alone

@@ -42,8 +42,8 @@ test-peers: peers
 faults: venv
 	cd tests && ../$(BIN)/python -m campaign --all
 
-# Every engine against the big batch in float64, and the table of docs/engines.md; two minutes.
-engines: venv
+# Every engine against the big batch in float64, and the table of docs/engines.md; three minutes.
+engines: peers
 	$(BIN)/python tests/engines/page.py
 
 # The window beside a hand-written loop and the peers, and a loop under the audit; quiet machines only.

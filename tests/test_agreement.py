@@ -124,5 +124,5 @@ def test_the_price_is_told_in_words() -> None:
     told = str(Traffic(reductions=2, reduced_bytes=3 * 2**20, gathered_bytes=512, held_bytes=0))
     assert told == (
         "2 reductions of gradients an update, 3.0 MiB reduced and 0.5 KiB gathered, "
-        "0.0 KiB of whole gradients held"
+        "0.0 KiB of gradients held meanwhile"
     )

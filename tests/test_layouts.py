@@ -1,11 +1,10 @@
-"""The same run on nine layouts: ten updates of the built-in GPT, the same parameters in float64."""
+"""The same run on nine layouts, with the same parameters in float64; ``tests/peers`` has ZeRO 0 to 3."""
 
 from __future__ import annotations
 
 import logging
 import warnings
 from collections.abc import Callable
-from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -17,14 +16,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from layouts import Found, alone, check_agreement, gpt, make_optimizer, trained
 from ranks import run_ranks
-from wholebatch import SampleOrder, UpdateWindow, next_token_loss, plan_batch
 from wholebatch.ranks.pipeline import PipelinedModel
-from wholebatch.train.models.gpt import GPT, GPTShape
+from wholebatch.train.models.gpt import GPT
 
-UPDATES, GLOBAL_BATCH, MICRO_BATCH, TOKENS = 10, 16, 2, 24
-SHAPE = GPTShape(vocabulary=256, max_tokens=TOKENS, layers=2, width=16, heads=2)
-OBJECTIVE = next_token_loss()
 Wrap = Callable[[GPT, int], tuple[nn.Module, int, int]]
 
 
@@ -54,21 +50,6 @@ class Back(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.to_logits(self.final_norm(self.blocks["1"](x)))
         return out
-
-
-def samples() -> list[Tensor]:
-    """Paragraphs as bytes, of many lengths."""
-    paragraphs = [text for topic in sorted(topics) for text in topics[topic].split("\n\n") if len(text) > 3]
-    return [torch.tensor(list(text.encode()[:TOKENS])) for text in paragraphs[:200]]
-
-
-def micro_batch(data: list[Tensor], ids: list[int]) -> dict[str, Tensor]:
-    """Padded to one length, which pipelines need."""
-    input_ids = torch.zeros(len(ids), TOKENS, dtype=torch.long)
-    labels = torch.full((len(ids), TOKENS), -100)
-    for row, index in enumerate(ids):
-        input_ids[row, : len(data[index])] = labels[row, : len(data[index])] = data[index]
-    return {"input_ids": input_ids, "labels": labels}
 
 
 def _ddp(gpt: GPT, rank: int) -> tuple[nn.Module, int, int]:
@@ -135,39 +116,12 @@ LAYOUTS: dict[str, tuple[int, Wrap]] = {
 }
 
 
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(SHAPE).double()
-
-
-def trained(model: nn.Module, replica: int, replicas: int) -> list[Any]:
-    """Ten updates; what the records say of them."""
-    data = samples()
-    window = UpdateWindow(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        OBJECTIVE,
-        plan=plan_batch(global_batch_samples=GLOBAL_BATCH, micro_batch_samples=MICRO_BATCH, ranks=replicas),
-        clip_grad_norm=1.0,
-    )
-    order = SampleOrder(num_samples=len(data), global_batch_samples=GLOBAL_BATCH, seed=0)
-    told = []
-    for _ in range(UPDATES):
-        position = window.counters.samples
-        ids = order.window(position, micro_batch_samples=MICRO_BATCH, replicas=replicas, replica=replica)
-        batches = [micro_batch(data, one) for one in ids]
-        by_schedule = isinstance(model, PipelinedModel)
-        record = window.run(batches, None if by_schedule else lambda m, b: OBJECTIVE(m(b["input_ids"]), b))
-        told.append((record.samples, record.items))
-    return told
-
-
-def on_a_layout(rank: int, ranks: int, name: str) -> tuple[dict[str, Tensor], list[Any]]:  # noqa: ARG001
+def on_a_layout(rank: int, ranks: int, name: str) -> Found:  # noqa: ARG001
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     whole = gpt()
     model, replica, replicas = LAYOUTS[name][1](whole, rank)
-    told = trained(model, replica, replicas)
+    told = trained(model, make_optimizer(model), replica, replicas)
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model):
             return {name: p.detach().clone() for name, p in whole.named_parameters()}, told
@@ -180,20 +134,11 @@ def on_a_layout(rank: int, ranks: int, name: str) -> tuple[dict[str, Tensor], li
 
 
 @pytest.fixture(scope="module")
-def alone() -> tuple[dict[str, Tensor], list[Any]]:
-    model = gpt()
-    told = trained(model, 0, 1)
-    return {name: p.detach() for name, p in model.named_parameters()}, told
+def of_one_rank() -> Found:
+    return alone()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_ten_updates_are_the_same_on_every_layout(name: str, alone: Any) -> None:
-    wanted, told = alone
-    seen: set[str] = set()
-    for found, told_here in run_ranks(on_a_layout, LAYOUTS[name][0], name):
-        assert told_here == told
-        for parameter, value in found.items():
-            torch.testing.assert_close(value, wanted[parameter], rtol=0, atol=1e-10)
-        seen |= found.keys()
-    assert seen == wanted.keys()
+def test_ten_updates_are_the_same_on_every_layout(name: str, of_one_rank: Found) -> None:
+    check_agreement(run_ranks(on_a_layout, LAYOUTS[name][0], name), of_one_rank, within=1e-10)

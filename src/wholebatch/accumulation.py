@@ -20,7 +20,7 @@ from torch import nn
 
 from wholebatch.budget import MICRO_BATCHES_IN_OWN_DTYPE
 from wholebatch.errors import WindowUsageError
-from wholebatch.gradients import gradients_of, scale_gradients
+from wholebatch.gradients import gradients_of, on_this_rank, scale_gradients
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
 # What is narrower than each dtype to add up in. The dtypes of parameters themselves widen nothing.
@@ -104,6 +104,15 @@ class WideGradients:
         narrow = self.wanted(map(_DTYPE, learning), micro_batches=micro_batches)
         self._note(p.grad_dtype or p.dtype for p in learning)  # some may be kept wide by their user
         return narrow
+
+    def bytes_held(self, parameters: Iterable[nn.Parameter], micro_batches: int) -> int:
+        """Bytes of the gradients of ``parameters`` that this rank adds up in ``parameter.grad``."""
+        held = 0
+        for parameter in (one for one in parameters if one.requires_grad):
+            wide = self.wanted_for([parameter], micro_batches=micro_batches)
+            dtype = self.dtype if wide else parameter.dtype
+            held += on_this_rank(parameter).numel() * dtype.itemsize
+        return held
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """Have autograd keep the gradients of ``parameters`` wide from the next backward on.

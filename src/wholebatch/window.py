@@ -216,7 +216,8 @@ class UpdateWindow:
         """
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
             raise WindowUsageError(f"traffic takes 1 micro-batch or more, not {micro_batches!r}")
-        return self._parts.ranks.traffic(micro_batches)
+        finish = self.finish
+        return self._parts.ranks.traffic(finish.wide, finish.parameters, micro_batches)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
         """Draw this rank's micro-batches of one global batch after another from ``loader``.

@@ -2,155 +2,187 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from engines.wire import Wire
 from engines.work import (
     CASES,
     CLIP,
     Batch,
     Case,
     Tensors,
+    Truth,
     big_batches,
     global_batch,
+    in_dtype,
     layers,
-    make_optimizer,
 )
-from engines.wrapped import ENGINES, Wrapped, whole
+from engines.wrapped import Engine, Wrapped
 from wholebatch import UpdateWindow, token_loss
 from wholebatch.ranks.base import Traffic
+from wholebatch.ranks.pipeline import PipelinedModel
 
 UPDATES = 2
 OBJECTIVE = token_loss()
-_REDUCES, _GATHERS = (
-    ("_reduce_scatter_base_", "reduce_scatter_tensor"),
-    ("_allgather_base_", "all_gather_into"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What came of one case: distances are relative to the largest element, in units of the rounding."""
+    """What came of one case: distances are relative to the largest element, in units of the rounding.
 
+    Attributes:
+        own_error: of the gradient of the big batch in the same dtype.
+        counted: what this rank handed to collectives and held, beside ``predicted``.
+        exchanged_bytes: between the ranks of one replica; not predicted.
+        idle: whether this rank has no micro-batches.
+    """
+
+    case: Case
     gradient_error: float
     parameter_error: float
     norm_error: float
     loss_error: float
-    reductions: int
-    items: int
+    own_error: float
     predicted: Traffic
-    reduced_bytes: int
-    gathered_bytes: int
+    counted: Traffic
+    exchanged_bytes: int
+    idle: bool
 
 
-class CollectiveBytes(TorchDispatchMode):
-    """Counts the bytes that are handed to reductions and gathers of shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reduced = self.gathered = 0
-        self.paused = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__
-        if self.paused:
-            pass
-        elif any(one in name for one in _REDUCES):
-            self.reduced += args[1].nbytes
-        elif any(one in name for one in _GATHERS):
-            self.gathered += args[0].nbytes
-        return func(*args, **(kwargs or {}))
+# What the forward and backward of four layers may lose, in units of the dtype's rounding. AdamW divides by
+# the size of a gradient, so in bfloat16 a small one that was rounded moves its parameter by a whole rate.
+GRADIENT = 8.0
+PARAMETER = {torch.float64: 4.0, torch.float32: 4.0, torch.bfloat16: 16.0}
+# Of a wide sum (docs/exactness.md): twice what the big batch loses in the same dtype, and one rounding of
+# the sum to that, which is half a unit.
+OF_ITS_OWN, ONE_ROUNDING = 2.0, 0.5
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without what torch says of views, and of gathers over two dimensions of a mesh."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped")
-        yield
+def check_column(engine: Engine, of_ranks: Sequence[Sequence[Cell]]) -> None:
+    """Every update is that of the big batch, and costs what is predicted, on every rank."""
+    for cell in (cell for of_rank in of_ranks for cell in of_rank):
+        assert cell.gradient_error < GRADIENT, cell
+        assert cell.parameter_error < PARAMETER[cell.case.dtype], cell
+        assert max(cell.norm_error, cell.loss_error) < GRADIENT, cell  # a common factor hides in a clip
+        if cell.case.held == "many":
+            assert cell.gradient_error <= OF_ITS_OWN * cell.own_error + ONE_ROUNDING, cell
+        # a rank that only lends a hand holds nothing in its own last micro-batch
+        predicted = replace(cell.predicted, held_bytes=0) if cell.idle else cell.predicted
+        if engine.gathers_less:
+            assert 0 < cell.counted.gathered_bytes <= predicted.gathered_bytes, cell
+            predicted = replace(predicted, gathered_bytes=cell.counted.gathered_bytes)
+        assert cell.counted == predicted, cell
 
 
-def column(rank: int, ranks: int, name: str) -> list[Cell]:
-    """All cases of an engine."""
-    import logging
-
+def column(rank: int, ranks: int, module: str, name: str) -> list[Cell]:
+    """All cases of an engine of ``module``."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    with quiet():
-        return [_cell(name, case, rank, ranks) for case in CASES]
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped")
+    engine: Engine = importlib.import_module(module).ENGINES[name]
+    return [_cell(engine, case, rank, ranks) for case in cases_of(engine)]
 
 
-def _cell(name: str, case: Case, rank: int, ranks: int) -> Cell:
-    parts = [part.to(case.dtype) for part in layers()]
-    wrapped = ENGINES[name].wrap(parts, case.dtype, rank, ranks)
-    optimizer = make_optimizer(wrapped.model.parameters(), case.optimizer)
-    window = UpdateWindow(wrapped.model, optimizer, OBJECTIVE, clip_grad_norm=CLIP, **wrapped.options)
+def cases_of(engine: Engine) -> list[Case]:
+    return [case for case in CASES if case.dtype in engine.dtypes]
+
+
+def _cell(engine: Engine, case: Case, rank: int, ranks: int) -> Cell:
+    wrapped = engine.wrap([part.to(case.dtype) for part in layers()], case, rank, ranks)
+    window = UpdateWindow(
+        wrapped.model, wrapped.optimizer, OBJECTIVE, clip_grad_norm=CLIP, **wrapped.options
+    )
     seen: list[Tensors] = []
-    errors, counted = [], CollectiveBytes()
+    wire, held = Wire(), [0]
+    by_schedule = isinstance(wrapped.model, PipelinedModel)
 
     def look(*_: Any) -> None:
-        counted.paused = True  # what is gathered here is for the comparison
-        seen.append(_named(wrapped, gradients=True))
+        wire.paused = True  # what is gathered here is for the comparison
+        seen.append(wrapped.read(gradients=True))
+        wire.paused = False
 
-    optimizer.register_step_pre_hook(look)
-    for update, (gradients, parameters, norm, loss) in enumerate(
-        big_batches(case, wrapped.replicas, UPDATES)
-    ):
+    wrapped.before_step(look)
+    if by_schedule:
+        _after_its_schedule(window, lambda: held.append(wrapped.held()))
+    errors = []
+    truths = big_batches(case, wrapped.replicas, UPDATES)
+    for update, truth in enumerate(truths):
         shares = global_batch(update, case, wrapped.replicas)
-        mine = [_in_dtype(batch, case.dtype) for batch in shares[wrapped.replica]]
-        counted = CollectiveBytes()
-        with counted:
-            record = window.run(mine, None if _by_schedule(wrapped.model) else _loss)
+        mine = [in_dtype(batch, case.dtype) for batch in shares[wrapped.replica]]
+
+        def loss(model: nn.Module, batch: Batch, last: Any = mine[-1:]) -> Any:
+            if last and batch is last[0]:
+                held.append(wrapped.held())
+            return OBJECTIVE(model(batch["x"]), batch)
+
+        wire = Wire()
+        # the first update makes what the others have
+        with wire if update + 1 == UPDATES else nullcontext():
+            record = window.run(mine, None if by_schedule else loss)
         assert record.samples == sum(len(batch["x"]) for share in shares for batch in share)
+        assert record.micro_batches == sum(map(len, shares))
         assert record.outcome == "applied"
-        rounding = torch.finfo(case.dtype).eps
-        errors.append(
-            (
-                _error(seen.pop(), gradients, case.dtype),
-                _error(_named(wrapped, gradients=False), parameters, case.dtype),
-                abs(record.gradient_norm / norm - 1) / rounding,
-                abs(record.loss_per_item / loss - 1) / rounding,
-            )
-        )
+        errors.append(_errors(wrapped, seen.pop(), truth, record, case.dtype))
     gradient_error, parameter_error, norm_error, loss_error = map(max, zip(*errors, strict=True))
     return Cell(
+        case=case,
         gradient_error=gradient_error,
         parameter_error=parameter_error,
         norm_error=norm_error,
         loss_error=loss_error,
-        reductions=record.reductions,
-        items=int(record.items),
-        predicted=window.traffic(max(case.held(wrapped.replicas))),
-        reduced_bytes=counted.reduced,
-        gathered_bytes=counted.gathered,
+        own_error=_own_error(case, wrapped.replicas, truths),
+        predicted=window.traffic(max(case.micro_batches(wrapped.replicas))),
+        idle=not mine,
+        counted=Traffic(
+            reductions=record.reductions,
+            reduced_bytes=wire.reduced,
+            gathered_bytes=wire.gathered,
+            held_bytes=max(held),
+        ),
+        exchanged_bytes=wire.exchanged,
     )
 
 
-def _by_schedule(model: nn.Module) -> bool:
-    return type(model).__name__ == "PipelinedModel"
+def _after_its_schedule(window: UpdateWindow, look: Callable[[], None]) -> None:
+    ranks = window._parts.ranks
+    run = ranks.run_window
+
+    def run_and_look(loss: Any) -> None:
+        run(loss)
+        look()
+
+    ranks.run_window = run_and_look  # type: ignore[method-assign]
 
 
-def _loss(model: nn.Module, batch: Batch) -> Any:
-    return OBJECTIVE(model(batch["x"]), batch)
+def _errors(
+    wrapped: Wrapped, gradients: Tensors, truth: Truth, record: Any, dtype: torch.dtype
+) -> tuple[float, float, float, float]:
+    """Of the gradient, the parameters, the norm and the loss."""
+    factor = truth.factor if wrapped.clips_later else 1.0
+    wanted = {name: gradient / factor for name, gradient in truth.gradients.items()}
+    rounding = torch.finfo(dtype).eps
+    return (
+        _error(gradients, wanted, dtype),
+        _error(wrapped.read(gradients=False), truth.parameters, dtype),
+        abs(record.gradient_norm / truth.norm - 1) / rounding,
+        abs(record.loss_per_item / truth.loss - 1) / rounding,
+    )
 
 
-def _in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    return {"x": batch["x"].to(dtype), "labels": batch["labels"]}
-
-
-def _named(wrapped: Wrapped, *, gradients: bool) -> Tensors:
-    """Whole tensors of this rank's layers, by their name in the model."""
-    return {
-        f"{index}.{name}": whole(parameter.grad if gradients else parameter)
-        for index, part in wrapped.parts.items()
-        for name, parameter in part.named_parameters()
-    }
+def _own_error(case: Case, replicas: int, truths: list[Truth]) -> float:
+    """Of the big batch's gradient in the case's own dtype."""
+    own = big_batches(case, replicas, UPDATES, case.dtype)
+    return max(
+        _error(one.gradients, truth.gradients, case.dtype) for one, truth in zip(own, truths, strict=True)
+    )
 
 
 def _error(mine: Tensors, wanted: Tensors, dtype: torch.dtype) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -14,34 +14,52 @@ CLIP = 0.25  # within the norms of the cases, 0.12 to 0.44: some updates are cli
 WIDTH = 8
 
 
+Held = Literal["full", "tail", "one without", "many"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One cell of an engine's column.
 
     Attributes:
         dtype: float64, float32, or bfloat16.
-        ragged: micro-batches of 1 to 4 samples instead of 3 each.
-        tail: replicas hold different numbers of micro-batches.
+        ragged: micro-batches of 1 or 4 samples instead of 3 each.
+        held: "full": 4 micro-batches on every replica. "tail": 2 on every other one. "one without": none
+            on the last of several. "many": 8 on each, which half precision adds up in float32.
         optimizer: "adamw" or "sgd".
     """
 
     dtype: torch.dtype
     ragged: bool
-    tail: bool
+    held: Held
     optimizer: str
 
-    def held(self, replicas: int) -> list[int]:
-        """How many micro-batches each replica has of an update."""
-        return [2 + (replica + 1) % 2 * 2 if self.tail else 4 for replica in range(replicas)]
+    def micro_batches(self, replicas: int) -> list[int]:
+        """How many each replica has of an update."""
+        if self.held == "tail":
+            return [4, 2] * (replicas // 2) or [2]
+        if self.held == "one without":
+            return [4] * (replicas - 1) + [0] if replicas > 1 else [4]
+        return [8 if self.held == "many" else 4] * replicas
 
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+_WINDOWS: tuple[Held, ...] = ("full", "tail")
 CASES = [
-    Case(dtype=dtype, ragged=ragged, tail=tail, optimizer=optimizer)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16)
-    for ragged in (False, True)
-    for tail in (False, True)
-    for optimizer in ("adamw", "sgd")
+    *(
+        Case(dtype=dtype, ragged=ragged, held=held, optimizer=optimizer)
+        for dtype in DTYPES
+        for ragged in ((True,) if dtype == torch.float64 else (False, True))
+        for held in _WINDOWS
+        for optimizer in ("adamw", "sgd")
+    ),
+    *(Case(dtype=dtype, ragged=True, held="one without", optimizer="adamw") for dtype in DTYPES),
+    *(
+        Case(dtype=torch.bfloat16, ragged=ragged, held="many", optimizer="adamw")
+        for ragged in (False, True)
+    ),
 ]
+PRICED = Case(dtype=torch.float32, ragged=False, held="full", optimizer="adamw")
 
 
 def layers() -> list[nn.Module]:
@@ -57,7 +75,7 @@ def batches(start: int, number: int, *, ragged: bool) -> list[Batch]:
     made = []
     for index in range(start, start + number):
         generator = torch.Generator().manual_seed(index)
-        size = 1 + index % 4 if ragged else 3
+        size = 1 + 3 * (index % 2) if ragged else 3
         labels = torch.randint(-1, 4, (size,), generator=generator)
         labels[labels < 0] = -100
         labels[0] = index % 4  # no micro-batch is empty
@@ -70,7 +88,7 @@ def global_batch(update: int, case: Case, replicas: int) -> list[list[Batch]]:
     """The micro-batches of one update, by replica."""
     return [
         batches(1000 * update + 100 * replica, number, ragged=case.ragged)
-        for replica, number in enumerate(case.held(replicas))
+        for replica, number in enumerate(case.micro_batches(replicas))
     ]
 
 
@@ -83,22 +101,52 @@ def make_optimizer(parameters: object, kind: str) -> torch.optim.Optimizer:
 Tensors = dict[str, torch.Tensor]
 
 
-def big_batches(case: Case, replicas: int, updates: int) -> list[tuple[Tensors, Tensors, float, float]]:
-    """The clipped gradient, the parameters after each update, the norm before clipping and the mean loss
-    of an item, in float64, by the plain loop."""
-    model = nn.Sequential(*layers())
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """What the big batch came to in one update.
+
+    Attributes:
+        gradients: clipped.
+        factor: that they were clipped by.
+        parameters: after the update.
+        norm: before clipping.
+        loss: of an item.
+    """
+
+    gradients: Tensors
+    factor: float
+    parameters: Tensors
+    norm: float
+    loss: float
+
+
+def big_batches(case: Case, replicas: int, updates: int, dtype: torch.dtype = torch.float64) -> list[Truth]:
+    """The updates of the big batch, by the plain loop."""
+    model = nn.Sequential(*layers()).to(dtype)
     optimizer = make_optimizer(model.parameters(), case.optimizer)
     found = []
     for update in range(updates):
-        given = [batch for share in global_batch(update, case, replicas) for batch in share]
+        given = [
+            in_dtype(batch, dtype) for share in global_batch(update, case, replicas) for batch in share
+        ]
         optimizer.zero_grad()
         loss = mean_loss(model, given)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        gradients = {
-            name: copy.deepcopy(p.grad) for name, p in model.named_parameters() if p.grad is not None
-        }
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-        found.append((gradients, parameters, float(norm), float(loss.detach())))
+        found.append(
+            Truth(
+                gradients=gradients,
+                factor=min(1.0, CLIP / (norm + 1e-6)),  # as torch and DeepSpeed do
+                parameters=parameters,
+                norm=norm,
+                loss=float(loss.detach()),
+            )
+        )
     return found
+
+
+def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
+    return {"x": batch["x"].to(dtype), "labels": batch["labels"]}

@@ -2,38 +2,69 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from big_batch import pad
+from engines.work import DTYPES, Case, Tensors, make_optimizer
+from wholebatch.gradients import on_this_rank
 from wholebatch.ranks.pipeline import PipelinedModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Wrapped:
     """A model under an engine on this rank.
 
     Attributes:
         model: what the window is given.
+        optimizer: over its parameters.
         parts: the layers that this rank has parameters of, by their place in the model.
         replica, replicas: this rank's, and how many there are.
         options: of the window.
     """
 
     model: nn.Module
+    optimizer: Any
     parts: dict[int, nn.Module]
     replica: int
     replicas: int
     options: dict[str, Any] = field(default_factory=dict)
+    clips_later = False  # than gradients are read
+
+    def before_step(self, look: Callable[..., None]) -> None:
+        """Call ``look`` when the optimizer is about to step."""
+        self.optimizer.register_step_pre_hook(look)
+
+    def read(self, *, gradients: bool) -> Tensors:
+        """Whole tensors of this rank's layers, by their name in the model; every rank calls this."""
+        return {
+            f"{index}.{name}": whole(parameter.grad if gradients else parameter)
+            for index, part in self.parts.items()
+            for name, parameter in part.named_parameters()
+        }
+
+    def held(self) -> int:
+        """Bytes of gradients that lie on this rank now."""
+        own = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return sum(on_this_rank(gradient).nbytes for gradient in own)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,54 +72,118 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def _one(parts: list[nn.Module], _: torch.dtype, rank: int, ranks: int) -> Wrapped:
-    return Wrapped(model=nn.Sequential(*parts), parts=dict(enumerate(parts)), replica=rank, replicas=ranks)
+Wrap = Callable[[list[nn.Module], Case, int, int], Wrapped]
 
 
-def _ddp(reduce: str) -> Callable[..., Wrapped]:
-    def wrap(parts: list[nn.Module], _: torch.dtype, rank: int, ranks: int) -> Wrapped:
-        return Wrapped(
-            model=nn.parallel.DistributedDataParallel(nn.Sequential(*parts)),
-            parts=dict(enumerate(parts)),
-            replica=rank,
-            replicas=ranks,
-            options={"reduce": reduce},
-        )
+@cache
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One for all cases: each has process groups of its own."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def wrap_plainly(
+    model: nn.Module,
+    parts: list[nn.Module],
+    case: Case,
+    replica: int,
+    replicas: int,
+    *,
+    kind: type[Wrapped] = Wrapped,
+    **options: Any,
+) -> Wrapped:
+    """Every rank has parameters of all parts."""
+    return kind(
+        model=model,
+        optimizer=make_optimizer(model.parameters(), case.optimizer),
+        parts=dict(enumerate(parts)),
+        replica=replica,
+        replicas=replicas,
+        options=options,
+    )
+
+
+def _one(parts: list[nn.Module], case: Case, rank: int, ranks: int) -> Wrapped:
+    return wrap_plainly(nn.Sequential(*parts), parts, case, rank, ranks)
+
+
+def _ddp(reduce: str) -> Wrap:
+    def wrap(parts: list[nn.Module], case: Case, rank: int, ranks: int) -> Wrapped:
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(*parts))
+        return wrap_plainly(model, parts, case, rank, ranks, reduce=reduce)
 
     return wrap
 
 
-def _fsdp(reduce: str, *, copies: int = 1, tensor: int = 1) -> Callable[..., Wrapped]:
-    def wrap(parts: list[nn.Module], dtype: torch.dtype, rank: int, ranks: int) -> Wrapped:
+class _UnderFSDP2(Wrapped):
+    def held(self) -> int:
+        groups = {
+            id(group): group
+            for module in self.model.modules()
+            if isinstance(module, FSDPModule)
+            for group in module._get_fsdp_state()._fsdp_param_groups
+        }
+        parameters = [one for group in groups.values() for one in group.fsdp_params]
+        inside = [one.unsharded_accumulated_grad for one in parameters]
+        inside += [one._unsharded_param.grad for one in parameters if hasattr(one, "_unsharded_param")]
+        inside += [group._partial_reduce_output for group in groups.values()]
+        return super().held() + sum(on_this_rank(one).nbytes for one in inside if one is not None)
+
+
+def _fsdp(reduce: str, *, copies: int = 1, tensor: int = 1) -> Wrap:
+    def wrap(parts: list[nn.Module], case: Case, rank: int, ranks: int) -> Wrapped:
         model = nn.Sequential(*parts)
         replicas = ranks // tensor
-        shape, names = (copies, replicas // copies, tensor), ("copy", "shard", "tensor")
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        mesh = _mesh((copies, replicas // copies, tensor), ("copy", "shard", "tensor"))
         if tensor > 1:
             _cut(model, mesh["tensor"])
         # half precision computes in bfloat16 and keeps its parameters and sums in float32
-        half = dtype == torch.bfloat16
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else None
+        half = case.dtype == torch.bfloat16
+        policy = MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32) if half else None
         over = mesh["copy", "shard"] if copies > 1 else mesh["shard"]
         for layer in [*parts, model]:
             fully_shard(
                 layer.float() if half else layer, mesh=over, **({"mp_policy": policy} if policy else {})
             )
-        return Wrapped(
-            model=model,
-            parts=dict(enumerate(parts)),
-            replica=rank // tensor,
-            replicas=replicas,
-            options={"reduce": reduce},
-        )
+        place = rank // tensor
+        return wrap_plainly(model, parts, case, place, replicas, kind=_UnderFSDP2, reduce=reduce)
 
     return wrap
 
 
-def _tensor_parallel(parts: list[nn.Module], _: torch.dtype, rank: int, ranks: int) -> Wrapped:  # noqa: ARG001
+class _UnderFSDP1(Wrapped):
+    """Each layer is one flat parameter, of which this rank has a part."""
+
+    def read(self, *, gradients: bool) -> Tensors:
+        found = {}
+        for index, part in self.parts.items():
+            flat: Any = part._handle.flat_param  # type: ignore[attr-defined]
+            mine = (flat.grad if gradients else flat).detach().contiguous()
+            shards = [torch.empty_like(mine) for _ in range(self.replicas)]
+            dist.all_gather(shards, mine)
+            sizes = [math.prod(shape) for shape in flat._shapes]
+            pieces = torch.cat(shards)[: sum(sizes)].split(sizes)
+            for name, shape, piece in zip(flat._fqns, flat._shapes, pieces, strict=True):
+                found[f"{index}.{name}"] = piece.view(shape).clone()
+        return found
+
+
+def _fsdp1(reduce: str) -> Wrap:
+    def wrap(parts: list[nn.Module], case: Case, rank: int, ranks: int) -> Wrapped:
+        half = case.dtype == torch.bfloat16
+        named: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": False}
+        if half:  # as under fully_shard
+            named["mixed_precision"] = MixedPrecision(param_dtype=case.dtype, reduce_dtype=torch.float32)
+        within = [FullyShardedDataParallel(part.float() if half else part, **named) for part in parts]
+        model = FullyShardedDataParallel(nn.Sequential(*within), **named)
+        return wrap_plainly(model, within, case, rank, ranks, kind=_UnderFSDP1, reduce=reduce)
+
+    return wrap
+
+
+def _tensor_parallel(parts: list[nn.Module], case: Case, rank: int, ranks: int) -> Wrapped:  # noqa: ARG001
     model = nn.Sequential(*parts)
-    _cut(model, init_device_mesh("cpu", (ranks,)))
-    return Wrapped(model=model, parts=dict(enumerate(parts)), replica=0, replicas=1)
+    _cut(model, _mesh((ranks,), ("tensor",)))
+    return wrap_plainly(model, parts, case, 0, 1)
 
 
 def _cut(model: nn.Module, mesh: Any) -> None:
@@ -101,10 +196,10 @@ def _cut(model: nn.Module, mesh: Any) -> None:
     parallelize_module(model, mesh, plan)
 
 
-def _pipeline(schedule: type, *, stages: int = 1, copies: int = 1) -> Callable[..., Wrapped]:
-    def wrap(parts: list[nn.Module], _: torch.dtype, rank: int, ranks: int) -> Wrapped:  # noqa: ARG001
+def _pipeline(schedule: type, *, stages: int = 1, copies: int = 1) -> Wrap:
+    def wrap(parts: list[nn.Module], case: Case, rank: int, ranks: int) -> Wrapped:  # noqa: ARG001
         length = ranks // copies
-        mesh = init_device_mesh("cpu", (copies, length), mesh_dim_names=("data", "stage"))
+        mesh = _mesh((copies, length), ("data", "stage"))
         place, size = mesh.get_local_rank("stage"), len(parts) // (length * stages)
         own = [place + length * turn for turn in range(stages)]
         held = {at: list(range(at * size, (at + 1) * size)) for at in own}
@@ -126,6 +221,7 @@ def _pipeline(schedule: type, *, stages: int = 1, copies: int = 1) -> Callable[.
         )
         return Wrapped(
             model=model,
+            optimizer=make_optimizer(model.parameters(), case.optimizer),
             parts={index: parts[index] for indices in held.values() for index in indices},
             replica=mesh.get_local_rank("data"),
             replicas=copies,
@@ -144,13 +240,17 @@ class Engine:
         divides: who divides by what, in words.
         reduces: when, in words.
         page: of docs, with its details.
+        dtypes: that it runs.
+        gathers_less: than is predicted at most.
     """
 
     ranks: int
-    wrap: Callable[[list[nn.Module], torch.dtype, int, int], Wrapped]
+    wrap: Wrap
     divides: str
     reduces: str
     page: str
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    gathers_less: bool = False
 
 
 _MEAN = "the engine, by D; the window multiplies by it"
@@ -190,6 +290,21 @@ ENGINES = {
         divides=_MEAN,
         reduces="to shards in every backward, over copies in the last",
         page="engines/fsdp.md",
+    ),
+    "FSDP1 on 2": Engine(
+        ranks=2,
+        wrap=_fsdp1("per_update"),
+        divides=_MEAN,
+        reduces="in the last backward",
+        page="engines/fsdp1.md",
+        dtypes=(torch.float64, torch.float32),  # bfloat16 would be added up in bfloat16, and is refused
+    ),
+    "FSDP1 on 2, per micro-batch": Engine(
+        ranks=2,
+        wrap=_fsdp1("per_micro_batch"),
+        divides=_MEAN,
+        reduces="in every backward",
+        page="engines/fsdp1.md",
     ),
     "TP 2": Engine(
         ranks=2, wrap=_tensor_parallel, divides=_NOBODY, reduces="never (D = 1)", page="engines/fsdp.md"

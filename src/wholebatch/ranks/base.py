@@ -103,7 +103,7 @@ class Traffic:
         reductions: of gradients.
         reduced_bytes: of gradients that are added up over ranks.
         gathered_bytes: of parameters that are gathered from shards.
-        held_bytes: of whole gradients that are held from one micro-batch to the next.
+        held_bytes: of gradients that the rank holds from one micro-batch to the next.
     """
 
     reductions: int = 0
@@ -115,7 +115,7 @@ class Traffic:
         times = "reduction" if self.reductions == 1 else "reductions"
         return (
             f"{self.reductions} {times} of gradients an update, {_size(self.reduced_bytes)} reduced and "
-            f"{_size(self.gathered_bytes)} gathered, {_size(self.held_bytes)} of whole gradients held"
+            f"{_size(self.gathered_bytes)} gathered, {_size(self.held_bytes)} of gradients held meanwhile"
         )
 
 
@@ -294,9 +294,17 @@ class Ranks(ABC):
         """
         return model, optimizers
 
-    def traffic(self, micro_batches: int) -> Traffic:  # noqa: ARG002
-        """What an update of so many micro-batches on this rank costs."""
-        return Traffic()
+    def traffic(
+        self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int
+    ) -> Traffic:
+        """What an update costs this rank.
+
+        Args:
+            wide: keeps gradients of narrow parameters wide.
+            parameters: of the optimizers.
+            micro_batches: of this rank.
+        """
+        return Traffic(held_bytes=wide.bytes_held(parameters, micro_batches) if micro_batches > 1 else 0)
 
     def careful_norm(self, gradients: Sequence[Tensor]) -> float:
         """The same where its squares overflow, as :func:`wholebatch.gradients.careful_norm`."""

@@ -24,6 +24,7 @@ import re
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -203,10 +204,12 @@ class DDPRanks(SeveralRanks):
         sum_over_ranks(gradients, self._model.process_group)
         self.reductions += 1
 
-    def traffic(self, micro_batches: int) -> Traffic:  # noqa: ARG002
-        gradients = sum(parameter.nbytes for _, parameter in self._reduced)
-        # DDP's gradients are whole in any case: nothing is held for the window's sake
-        return Traffic(reductions=1, reduced_bytes=gradients)
+    def traffic(
+        self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int
+    ) -> Traffic:
+        reduced = wide.bytes_held((parameter for _, parameter in self._reduced), micro_batches)
+        held = super().traffic(wide, parameters, micro_batches)
+        return replace(held, reductions=1, reduced_bytes=reduced)
 
     def share_buffers(self) -> None:
         if self._model.broadcast_buffers:

@@ -177,17 +177,24 @@ class DeepSpeedRanks(SeveralRanks):
         whole, optimizer = as_of_one_rank(self._engine, self.held)
         return whole, [optimizer]
 
-    def traffic(self, micro_batches: int) -> Traffic:
+    def traffic(
+        self,
+        wide: WideGradients,  # noqa: ARG002
+        parameters: Sequence[nn.Parameter],  # noqa: ARG002
+        micro_batches: int,
+    ) -> Traffic:
         """By DeepSpeed's own rules; stage 3 may gather less, for small and just used parameters stay."""
         times = micro_batches if self._per_micro_batch else 1
         sizes = [(getattr(one, "ds_numel", one.numel()), one.itemsize) for one in self.held.parameters()]
         elements, whole = sum(n for n, _ in sizes), sum(n * size for n, size in sizes)
         gathers = {0: 0, 1: 1, 2: 1, 3: 2 * micro_batches}[self.stage]
+        _, added_up_in = self._engine.get_data_types()
+        held = elements * added_up_in.itemsize // (self.num_replicas if self._per_micro_batch else 1)
         return Traffic(
             reductions=times,
             reduced_bytes=times * elements * self._engine.communication_data_type.itemsize,
             gathered_bytes=gathers * whole,
-            held_bytes=0 if self._per_micro_batch else whole,
+            held_bytes=held if micro_batches > 1 else 0,
         )
 
     def end(self, *, committed: bool) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from wholebatch.accumulation import HELD_BACK_FSDP2, SHARDED_FSDP2, WideGradients, too_narrow
 from wholebatch.errors import PoisonedWindowError, StaleGradientsError, UnsupportedError
+from wholebatch.gradients import on_this_rank
 from wholebatch.ranks.base import Reduce, Traffic
 from wholebatch.ranks.roles import roles_of_mesh
 from wholebatch.ranks.several import ShardingRanks
@@ -116,7 +117,12 @@ class FSDPRanks(ShardingRanks):
                 f"the last committed update"
             )
 
-    def traffic(self, micro_batches: int) -> Traffic:
+    def traffic(
+        self,
+        wide: WideGradients,  # noqa: ARG002
+        parameters: Sequence[nn.Parameter],  # noqa: ARG002
+        micro_batches: int,
+    ) -> Traffic:
         outermost: list[Any] = []
         if isinstance(self._model, FSDPModule):
             state = self._model._get_fsdp_state()
@@ -259,8 +265,18 @@ def _traffic(
             if one.sharded_param.requires_grad:
                 size = elements * (one.mp_policy.reduce_dtype or inside).itemsize
                 reduced += size * reductions * (shards > 1) + size // shards * (copies > 1)
-                held += size * (not per_micro_batch and micro_batches > 1)
+                held += _held(one, per_micro_batch=per_micro_batch, copies=copies) * (micro_batches > 1)
     return Traffic(reductions=reductions, reduced_bytes=reduced, gathered_bytes=gathered, held_bytes=held)
+
+
+def _held(one: Any, *, per_micro_batch: bool, copies: int) -> int:
+    """Bytes of a gradient between micro-batches: of the whole, or of what was reduced to this rank."""
+    inside = one.mp_policy.reduce_dtype or one.mp_policy.param_dtype or one.sharded_param.dtype
+    if not per_micro_batch:
+        return int(one._orig_size.numel() * inside.itemsize)
+    if copies > 1:  # still to be added up over them
+        return int(one.padded_sharded_param_size.numel() * inside.itemsize)
+    return int(on_this_rank(one.sharded_param).nbytes)
 
 
 def _place(mesh_info: Any) -> tuple[int, int]:

@@ -107,7 +107,12 @@ class FSDP1Ranks(ShardingRanks):
             raise UnsupportedError(too_narrow(narrow, kept))
         return False
 
-    def traffic(self, micro_batches: int) -> Traffic:
+    def traffic(
+        self,
+        wide: WideGradients,  # noqa: ARG002
+        parameters: Sequence[nn.Parameter],  # noqa: ARG002
+        micro_batches: int,
+    ) -> Traffic:
         reductions = micro_batches if self._per_micro_batch else 1
         reduced = gathered = held = 0
         for state in self._states:
@@ -123,7 +128,10 @@ class FSDP1Ranks(ShardingRanks):
             gathered += gathers * elements * inside
             if handle.flat_param.requires_grad:
                 reduced += reductions * over * (elements + elements // state.world_size * (copies > 1))
-                held += elements * inside * (not self._per_micro_batch and micro_batches > 1)
+                # what was reduced lies in the flat parameter's own dtype
+                shard = handle.flat_param._sharded_size.numel() * handle.flat_param.itemsize
+                kept = shard if self._per_micro_batch else elements * inside
+                held += kept * (micro_batches > 1)
         return Traffic(
             reductions=reductions, reduced_bytes=reduced, gathered_bytes=gathered, held_bytes=held
         )

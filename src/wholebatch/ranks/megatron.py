@@ -172,7 +172,12 @@ class MegatronRanks(SeveralRanks):
         parts, device = self._by_copies(gradients), gradients[0].device
         return careful_norm_of_parts(parts, group=self._model.tp_group, device=device)
 
-    def traffic(self, micro_batches: int) -> Traffic:  # noqa: ARG002
+    def traffic(
+        self,
+        wide: WideGradients,  # noqa: ARG002
+        parameters: Sequence[nn.Parameter],  # noqa: ARG002
+        micro_batches: int,  # noqa: ARG002
+    ) -> Traffic:
         held = sum(buffer.grad_data.nbytes for buffer in self._model.buffers)
         reduced = held if self._model.dp_cp_group.size() > 1 else 0
         return Traffic(reductions=1, reduced_bytes=reduced, held_bytes=held)

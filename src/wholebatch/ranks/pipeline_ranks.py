@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from wholebatch.errors import UnsupportedError, WindowUsageError
 from wholebatch.gradients import is_sharded
 from wholebatch.ranks.agreement import name_ranks, unlike_first
 from wholebatch.ranks.base import Reduce, Roles, Traffic
-from wholebatch.ranks.collectives import held_by_some, sum_over_ranks
+from wholebatch.ranks.collectives import HostTotals, held_by_some, sum_over_ranks
 from wholebatch.ranks.fsdp import groups_of, held_back_in, mesh_size, refuse_own_reductions
 from wholebatch.ranks.pipeline import Call, Loss, PipelinedModel
 from wholebatch.ranks.pipeline_stage import run_backward_at_once
@@ -126,17 +126,19 @@ class PipelineRanks(SpreadRanks):
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         assert self._copies is not None
         group = self._copies.get_group()
-        present = torch.tensor([float(p.grad is not None) for p in parameters], device=self._device)
-        dist.all_reduce(present, group=group)
-        sum_over_ranks(held_by_some(parameters, present.tolist()), group)
+        having = HostTotals(group).begin([float(parameter.grad is not None) for parameter in parameters])
+        sum_over_ranks(held_by_some(parameters, having.wait()), group)
         self.reductions += 1
 
-    def traffic(self, micro_batches: int) -> Traffic:
-        """Reductions only; what the stages send each other depends on the outputs' shapes."""
-        own = sum(parameter.nbytes for parameter in self._model.parameters() if parameter.requires_grad)
-        calls = -(-micro_batches // (self._model.micro_batches_per_call or micro_batches))
+    def traffic(
+        self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int
+    ) -> Traffic:
+        """Without what the stages send each other, which depends on the outputs' shapes."""
+        own = wide.bytes_held(self._model.parameters(), micro_batches)
+        calls = -(-micro_batches // (self._model.micro_batches_per_call or max(1, micro_batches)))
         times = calls if self._sharded else int(self.num_replicas > 1)
-        return Traffic(reductions=times, reduced_bytes=times * own)
+        held = super().traffic(wide, parameters, micro_batches)
+        return replace(held, reductions=times, reduced_bytes=times * own)
 
     def end(self, *, committed: bool) -> None:  # noqa: ARG002
         self._calls = []  # they hold the batches

@@ -77,9 +77,10 @@ def check_column(engine: Engine, of_ranks: Sequence[Sequence[Cell]]) -> None:
             assert cell.gradient_error <= OF_ITS_OWN * cell.own_error + ONE_ROUNDING, cell
         # a rank that only lends a hand holds nothing in its own last micro-batch
         predicted = replace(cell.predicted, held_bytes=0) if cell.idle else cell.predicted
-        if engine.gathers_less:
-            assert 0 < cell.counted.gathered_bytes <= predicted.gathered_bytes, cell
-            predicted = replace(predicted, gathered_bytes=cell.counted.gathered_bytes)
+        for cost, (least, most) in engine.about.items():
+            counted = getattr(cell.counted, cost)
+            assert least * getattr(predicted, cost) <= counted <= most * getattr(predicted, cost), cell
+            predicted = replace(predicted, **{cost: counted})
         assert cell.counted == predicted, cell
 
 

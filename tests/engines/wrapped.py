@@ -241,7 +241,7 @@ class Engine:
         reduces: when, in words.
         page: of docs, with its details.
         dtypes: that it runs.
-        gathers_less: than is predicted at most.
+        about: which costs are only near what is predicted, from what share of it to what.
     """
 
     ranks: int
@@ -250,7 +250,7 @@ class Engine:
     reduces: str
     page: str
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    gathers_less: bool = False
+    about: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 _MEAN = "the engine, by D; the window multiplies by it"

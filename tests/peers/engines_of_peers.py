@@ -86,6 +86,8 @@ def _megatron_ddp(mode: str) -> Wrap:
     return wrap
 
 
+# ZeRO 2 holds a gradient that lies across two parts whole; ZeRO 3 keeps small parameters gathered.
+_ABOUT = {2: {"held_bytes": (1.0, 1.1)}, 3: {"gathered_bytes": (0.2, 1.0)}}
 _BY_D = "the engine, by D; the window multiplies by it"
 ENGINES = {
     **{
@@ -97,7 +99,7 @@ ENGINES = {
             page="engines/deepspeed.md",
             # in bfloat16 without ZeRO it adds up in bfloat16, and begins with a step on zeros
             dtypes=(torch.float32, torch.bfloat16) if stage else (torch.float32,),
-            gathers_less=stage == 3,  # it keeps small parameters, and those just used
+            about=_ABOUT.get(stage, {}),
         )
         for stage in range(4)
     },

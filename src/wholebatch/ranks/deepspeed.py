@@ -31,7 +31,7 @@ from wholebatch.errors import StaleGradientsError, UnsupportedError, WindowUsage
 from wholebatch.gradients import careful_norm, scale_gradients, total_norm
 from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.deepspeed_config import check_config
-from wholebatch.ranks.deepspeed_gradients import Held, held_by, trainable
+from wholebatch.ranks.deepspeed_gradients import Held, InWholeBuffer, held_by, trainable
 from wholebatch.ranks.deepspeed_state import as_of_one_rank
 from wholebatch.ranks.several import PATIENCE_S, SeveralRanks, weakly
 
@@ -190,6 +190,8 @@ class DeepSpeedRanks(SeveralRanks):
         gathers = {0: 0, 1: 1, 2: 1, 3: 2 * micro_batches}[self.stage]
         _, added_up_in = self._engine.get_data_types()
         held = elements * added_up_in.itemsize // (self.num_replicas if self._per_micro_batch else 1)
+        if isinstance(self.held, InWholeBuffer):  # and what backwards leave, beside the sums
+            held += whole
         return Traffic(
             reductions=times,
             reduced_bytes=times * elements * self._engine.communication_data_type.itemsize,

@@ -6,8 +6,7 @@ import copy
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from big_batch import Batch, big_batch
-from engines.column import CollectiveBytes
+from engines.wire import Wire
 from ranks import run_ranks
 from test_fsdp import OBJECTIVE, adamw, batches, failing, loss, net, window_over
 from wholebatch import UpdateWindow
@@ -28,7 +27,6 @@ from wholebatch.errors import (
     StaleGradientsError,
     UnsupportedError,
 )
-from wholebatch.ranks.collectives import HostTotals
 
 pytestmark = pytest.mark.slow
 
@@ -58,31 +56,6 @@ def distance(model: Any, wanted: nn.Module) -> float:
     return max(float((mine[name] - p.detach()).abs().max()) for name, p in wanted.named_parameters())
 
 
-class Traffic1(CollectiveBytes):
-    """Counts what FSDP1 hands to gathers and reductions on a CPU, and not what the window's ranks tell."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.paused and func.__name__.startswith("allgather_"):
-            self.gathered += sum(part.nbytes for parts in args[0] for part in parts)
-        if not self.paused and func.__name__.startswith("allreduce_"):
-            self.reduced += sum(part.nbytes for part in args[0])
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@contextmanager
-def counted() -> Iterator[CollectiveBytes]:
-    counting, begin = Traffic1(), HostTotals.begin
-
-    def unseen(*given: Any) -> Any:
-        counting.paused = True
-        begun = begin(*given)
-        counting.paused = False
-        return begun
-
-    with mock.patch.object(HostTotals, "begin", unseen), counting:
-        yield counting
-
-
 def same_as_big_batch(rank: int, ranks: int, strategy: str) -> list[Any]:
     """Equal and uneven windows, one rank without any, and an update that fails between turns."""
     found = []
@@ -95,7 +68,7 @@ def same_as_big_batch(rank: int, ranks: int, strategy: str) -> list[Any]:
             if update == 3:
                 with pytest.raises(RuntimeError, match="not today"):
                     failing(window, model, shares[rank], "between")
-            with counted() as seen:
+            with Wire() as seen:
                 record = window.run(shares[rank], loss)
             norm = big_batch(wanted, plain, [batch for share in shares for batch in share])
             assert record.gradient_norm == pytest.approx(norm, rel=1e-14)

@@ -64,7 +64,7 @@ def _zero(stage: int) -> Wrap:
         engine, optimizer, *_ = _deepspeed(rank, ranks).initialize(
             model=module,
             optimizer=make_optimizer(module.parameters(), case.optimizer),
-            config=deepspeed_rounds.config_of(stage, mode, CLIP),
+            config=deepspeed_rounds.config_of(stage, mode, CLIP, zero=_NONE_KEPT if stage == 3 else {}),
         )
         return _UnderDeepSpeed(
             model=engine, optimizer=optimizer, parts=dict(enumerate(parts)), replica=rank, replicas=ranks
@@ -86,8 +86,11 @@ def _megatron_ddp(mode: str) -> Wrap:
     return wrap
 
 
-# ZeRO 2 holds a gradient that lies across two parts whole; ZeRO 3 keeps small parameters gathered.
-_ABOUT = {2: {"held_bytes": (1.0, 1.1)}, 3: {"gathered_bytes": (0.2, 1.0)}}
+# ZeRO 2 holds a gradient that lies across two parts whole, here up to a fifth of all; ZeRO 3 goes back with
+# parameters that its forward has just gathered.
+_ABOUT = {2: {"held_bytes": (1.0, 1.5)}, 3: {"gathered_bytes": (0.4, 1.0)}}
+# Else ZeRO 3 keeps what is as small as all of this model gathered for good.
+_NONE_KEPT = {"stage3_param_persistence_threshold": 0}
 _BY_D = "the engine, by D; the window multiplies by it"
 ENGINES = {
     **{

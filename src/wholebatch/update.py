@@ -791,6 +791,12 @@ def _micro_batches(batches: Any, plan: AnyPlan | None) -> list[Any]:
             f"wholebatch.split.split_batch(batch, sizes), or pass [batch]"
         )
     held = list(batches)
+    if isinstance(batches, tuple) and held and all(isinstance(part, Tensor) for part in held):
+        shapes = " and ".join(str(list(part.shape)) for part in held[:4])
+        raise WindowUsageError(
+            f"update takes a list of micro-batches, got a tuple of {len(held)} tensors ({shapes}), as one "
+            f"micro-batch (inputs, targets) is; pass [batch], or list(batches) where each is one"
+        )
     most = None if plan is None else plan.micro_batches_per_window
     if most is not None and len(held) > most:
         raise WindowUsageError(

@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import distribute_module
 
 from verify_problems import (
     Batch,
@@ -33,6 +38,7 @@ from verify_problems import (
 from wholebatch import window
 from wholebatch.errors import JudgeError, SplitError, UsageError
 from wholebatch.losses import token_loss
+from wholebatch.ranks.pipeline import PipelinedModel
 from wholebatch.verify import Verification, trial, verify_window
 from wholebatch.verify.plain import sampled_splits
 
@@ -472,9 +478,16 @@ def on_a_rank(rank: int, n: int) -> dict[str, Any]:
     keep("two terms", verify_window(Recurrent(), two_terms, tokens()))
     with pytest.raises(SplitError, match=r"\[8\] has 1 micro-batch for 2 ranks; give each rank one"):
         verify_window(mlp(), summed, data(), splits=[[8]])
-    wrapped = nn.parallel.DistributedDataParallel(mlp())
-    with pytest.raises(JudgeError, match="wrapped in DistributedDataParallel; pass the plain module"):
-        verify_window(wrapped, summed, data())
+    mesh = init_device_mesh("cpu", (n,))
+    stage = PipelineStage(mlp(), dist.get_rank(), n, torch.device("cpu"))
+    for spread, engine in (
+        (nn.parallel.DistributedDataParallel(mlp()), "DistributedDataParallel"),
+        (fully_shard(mlp(), mesh=mesh), "FSDPModule"),
+        (distribute_module(mlp(), mesh), "DTensors"),
+        (PipelinedModel([stage], schedule=ScheduleGPipe, inputs=lambda batch: batch["x"]), "PipelinedModel"),
+    ):
+        with pytest.raises(JudgeError, match=f"model is under .*{engine}, and .*; pass the plain module"):
+            verify_window(spread, summed, data())
     keep("unused", verify_window(Unused(), summed, data()))
     keep("attributes", verify_window(Named(), reads_attributes, data()))
     keep("module", verify_window(Named(), reads_the_module, data()))

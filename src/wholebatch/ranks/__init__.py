@@ -189,6 +189,12 @@ _FOREIGN = {
 _NESTING = {"FSDPModule", "FullyShardedDataParallel"}
 
 
+def engine_of(model: nn.Module) -> str | None:
+    """What spreads a model over ranks, such as "FSDPModule"; None for a plain module."""
+    name, make = _engine(model)
+    return None if make is _plain else name
+
+
 def _engine(model: nn.Module) -> tuple[str, _Make]:
     """The name of the engine that a model is under, and what makes its ranks."""
     for name, make in _BY_CLASS.items():

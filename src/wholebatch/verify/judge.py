@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.closeness import ParameterError, magnitude, worst_first
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
 from wholebatch.objective import LossFunction
 from wholebatch.oracle import MakeOptimizer, OracleUpdate, no_trainable, trainable
+from wholebatch.ranks import engine_of
 from wholebatch.record import Weighting
 from wholebatch.verify.comparison import (
     Tried,
@@ -156,13 +156,13 @@ def verify_window(
 
 
 def _check_model(model: nn.Module) -> None:
-    if isinstance(model, DistributedDataParallel):
-        raise JudgeError(
-            "model is wrapped in DistributedDataParallel; pass the plain module (model.module), verify "
-            "wraps its own copies"
-        )
     if not trainable(model):
         raise JudgeError(no_trainable(model))
+    if engine := engine_of(model):
+        raise JudgeError(
+            f"model is under {engine}, and verify runs and wraps copies of its own; pass the plain module "
+            f"(model.module under DistributedDataParallel), before it is wrapped or cut over ranks"
+        )
 
 
 def _check_options(coefficients: Any, objective: Any, seed: Any) -> None:

@@ -19,11 +19,14 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks import run_ranks
+from wholebatch.audit import audit_loop
+from wholebatch.audit.report import report_text
 from wholebatch.audit.watch.engines import (
     Engine,
     Piece,
@@ -267,6 +270,31 @@ def ddp_place(_rank: int, _n: int) -> tuple[Any, ...]:
 
 def test_a_ddp_model_has_no_engine_and_its_own_group() -> None:
     assert run_ranks(ddp_place, 2) == [(None, (r, 2), (0, 1), (r, 2)) for r in range(2)]
+
+
+def staged(rank: int, n: int) -> tuple[Any, ...]:
+    """A right loop of a pipeline, whose last stage alone has losses."""
+    part = nn.Linear(3, 3)
+    stage = PipelineStage(part, rank, n, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, A, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(part.parameters())
+
+    def loop() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            given = [torch.ones(6, 3)] if rank == 0 else []
+            schedule.step(*given, **({"target": torch.ones(6, 3)} if rank == n - 1 else {}))
+            optimizer.step()
+
+    judgement = audit_loop(loop)
+    return judgement.verdict, judgement.findings, judgement.unjudged, report_text(judgement)
+
+
+def test_what_runs_in_stages_is_not_judged() -> None:
+    why = "the model runs in stages of a pipeline, and no rank sees a whole micro-batch"
+    for rank, (verdict, findings, unjudged, text) in enumerate(run_ranks(staged, 2)):
+        assert (verdict, findings, unjudged) == ("not_judged", (), (f"rank {rank}: {why}",))
+        assert " ".join(text.split()).startswith(f"Not judged: {why}")
 
 
 def test_one_process_is_one_replica() -> None:

@@ -350,7 +350,9 @@ def test_calls_at_the_wrong_moment_are_refused() -> None:
         setup.window.run([], setup.loss)
     with pytest.raises(WindowUsageError, match="takes a list of micro-batches, got one dict"):
         setup.window.run(setup.batches[0], setup.loss)
-    with pytest.raises(WindowUsageError, match=r"tuple of 2 tensors \(\[2, 3\] and \[2\]\).*; pass \[batch\]"):
+    with pytest.raises(
+        WindowUsageError, match=r"tuple of 2 tensors \(\[2, 3\] and \[2\]\).*; pass \[batch\]"
+    ):
         setup.window.run((torch.ones(2, 3), torch.ones(2)), setup.loss)
     with pytest.raises(WindowUsageError, match="4 sample ids were given for 6 samples"):
         setup.window.run(setup.batches, setup.loss, sample_ids=[1, 2, 3, 4])

@@ -484,7 +484,10 @@ def on_a_rank(rank: int, n: int) -> dict[str, Any]:
         (nn.parallel.DistributedDataParallel(mlp()), "DistributedDataParallel"),
         (fully_shard(mlp(), mesh=mesh), "FSDPModule"),
         (distribute_module(mlp(), mesh), "DTensors"),
-        (PipelinedModel([stage], schedule=ScheduleGPipe, inputs=lambda batch: batch["x"]), "PipelinedModel"),
+        (
+            PipelinedModel([stage], schedule=ScheduleGPipe, inputs=lambda batch: batch["x"]),
+            "PipelinedModel",
+        ),
     ):
         with pytest.raises(JudgeError, match=f"model is under .*{engine}, and .*; pass the plain module"):
             verify_window(spread, summed, data())

@@ -76,6 +76,9 @@ def why_no_update(evidence: Evidence) -> str:
     if passed_over and not backwards:
         updates = number_of(passed_over, "update")
         return f"the script ended before the {updates} that --skip-updates passes over"
+    unseen = [reason for trace in evidence.traces for reason in trace.unseen]
+    if not backwards and unseen:
+        return unseen[0]
     if not backwards:
         return "no optimizer stepped while the script was watched, and nothing ran backward"
     seen = number_of(backwards, "backward was seen", "backwards were seen")

@@ -162,7 +162,8 @@ def _unjudged(evidence: Evidence) -> list[str]:
             if reason:
                 entries.setdefault(reason, []).append(window.index)
     found = [f"{_updates(numbers)}: {reason}" for reason, numbers in entries.items()]
-    if not any(w.complete for w in evidence.windows):
+    unseen = any(trace.unseen for trace in evidence.traces)
+    if not (unseen or any(w.complete for w in evidence.windows)):
         found.append("no update was seen: no optimizer stepped while the loop was watched")
     for trace in evidence.traces:
         found += [f"rank {trace.rank}: {reason}" for reason in trace.unseen]

@@ -92,12 +92,22 @@ class Calls:
         engine = update_method()
         if engine is not None:
             self._patches.wrap(*engine, self._engine_step)
+        stages = sys.modules.get("torch.distributed.pipelining.stage")
+        if stages is not None:
+            self._patches.wrap(stages._PipelineStageBase, "forward_one_chunk", self._stage)
         averaging = sys.modules.get("torch.optim.swa_utils")
         if averaging is not None:
             self._patches.wrap(averaging.AveragedModel, "update_parameters", self._average)
         accelerated = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
         if accelerated is not None:
             self._patches.wrap(accelerated, "zero_grad", self._ignorable_zero_grad)
+
+    def _stage(self, original: Function) -> Function:
+        def forward(*given: Any, **named: Any) -> Any:
+            self.watch.runs_stages()
+            return original(*given, **named)
+
+        return forward
 
     # -- backward -----------------------------------------------------------------------------------------
 

@@ -78,6 +78,7 @@ class Watch:
         self._settled = 0
         self._flags, self._own_package = flags, own_package
         self._unseen: dict[str, None] = {}
+        self._staged = False
         self._intents: tuple[Intent, ...] | None = None
         self._place: tuple[int, int] | None = None
         self._ranks: tuple[int, int] | None = None
@@ -158,6 +159,11 @@ class Watch:
     def cannot_see(self, what: str) -> None:
         """Note something that can't be seen, once."""
         self._unseen[what] = None
+
+    def runs_stages(self) -> None:
+        """A pipeline runs: no rank sees a micro-batch as a whole, and what it sees would be misread."""
+        self.cannot_see("the model runs in stages of a pipeline, and no rank sees a whole micro-batch")
+        self._staged = True
 
     def settle(self) -> None:
         """Move the numbers of all events so far to the host."""
@@ -281,7 +287,7 @@ class Watch:
             dtypes=tuple(str(p.dtype).removeprefix("torch.") for p in gradients.parameters),
             sharded=tuple(index in gradients.sharded for index in numbers),
             optimizers=tuple(OptimizerFacts(name=s.name, parameters=s.parameters) for s in self.optimizers),
-            events=tuple(event for event in self._events if isinstance(event, Event)),
+            events=tuple(e for e in self._events if isinstance(e, Event) and not self._staged),
             intents=self._intents if self._intents is not None else find_intents(self._flags),
             replayed=self.replayed,
             num_skipped_updates=self.skip_updates,

@@ -86,6 +86,8 @@ def main(ranks: int, rank: int, kind: str) -> None:
     )
     objective = wb.next_token_loss()
     window = wb.UpdateWindow(model, optimizer, objective, plan=plan, clip_grad_norm=1.0)
+    if rank == 0:
+        print(window.traffic(plan.micro_batches_per_window))
 
     def loss_sum(model: nn.Module, batch: Batch) -> Any:
         return objective(model(batch["input_ids"]), batch)

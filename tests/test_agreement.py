@@ -126,3 +126,5 @@ def test_the_price_is_told_in_words() -> None:
         "2 reductions of gradients an update, 3.0 MiB reduced and 0.5 KiB gathered, "
         "0.0 KiB of gradients held meanwhile"
     )
+    in_parts = str(Traffic(exchanges_more=True))
+    assert in_parts.endswith("held meanwhile, and what forwards and backwards exchange, not counted")

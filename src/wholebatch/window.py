@@ -28,6 +28,7 @@ reduces, and to agree on what came out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -217,7 +218,9 @@ class UpdateWindow:
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
             raise WindowUsageError(f"traffic takes 1 micro-batch or more, not {micro_batches!r}")
         finish = self.finish
-        return self._parts.ranks.traffic(finish.wide, finish.parameters, micro_batches)
+        found = self._parts.ranks.traffic(finish.wide, finish.parameters, micro_batches)
+        roles = self._parts.ranks.roles
+        return replace(found, exchanges_more=roles.num_ranks > roles.num_replicas)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
         """Draw this rank's micro-batches of one global batch after another from ``loader``.

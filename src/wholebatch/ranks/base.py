@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -104,18 +104,23 @@ class Traffic:
         reduced_bytes: of gradients that are added up over ranks.
         gathered_bytes: of parameters that are gathered from shards.
         held_bytes: of gradients that the rank holds from one micro-batch to the next.
+        exchanges_more: whether forwards and backwards have exchanges of their own, among the ranks of one
+            replica, which are not counted.
     """
 
     reductions: int = 0
     reduced_bytes: int = 0
     gathered_bytes: int = 0
     held_bytes: int = 0
+    exchanges_more: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         times = "reduction" if self.reductions == 1 else "reductions"
+        more = ", and what forwards and backwards exchange, not counted" if self.exchanges_more else ""
         return (
             f"{self.reductions} {times} of gradients an update, {_size(self.reduced_bytes)} reduced and "
             f"{_size(self.gathered_bytes)} gathered, {_size(self.held_bytes)} of gradients held meanwhile"
+            f"{more}"
         )
 
 

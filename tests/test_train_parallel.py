@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,37 +27,61 @@ def whole(job: Any) -> dict[str, torch.Tensor]:
     return whole_attention(found)
 
 
-def train(rank: int, n: int, folder: str, sections: Sections) -> Any:  # noqa: ARG001
-    _, job, display = run(tiny(folder, **sections), World.of_all())
-    return whole(job), display.words.getvalue()
+def train(rank: int, n: int, folder: str, cases: dict[str, Sections]) -> Any:  # noqa: ARG001
+    """A run of each case: its parameters, and what it showed."""
+    found = {}
+    for name, sections in cases.items():
+        _, job, display = run(tiny(f"{folder}/{name}", **sections), World.of_all())
+        found[name] = whole(job), display.words.getvalue()
+    return found
 
 
 def by_strategy(**parallel: Any) -> Sections:
     return {"parallel": parallel, "average": {"decay_per_update": 0.5}}
 
 
-LAYOUTS = [
-    (2, {"strategy": "fsdp"}),
-    (2, {"strategy": "fsdp", "reduce": "per_micro_batch"}),
-    (3, {"strategy": "fsdp"}),
-    (2, {"tensor_parallel": 2}),
-    (4, {"strategy": "fsdp", "tensor_parallel": 2}),
-    (4, {"strategy": "hsdp", "shards": 2}),
-    (3, {"context_parallel": 3}),
-    (4, {"strategy": "fsdp", "context_parallel": 2}),
-]
+BATCH: Sections = {"batch": {"global_batch_samples": 24}}
+# By the ranks of one launch.
+CASES: dict[int, dict[str, Sections]] = {
+    2: {
+        "fsdp": by_strategy(strategy="fsdp") | BATCH,
+        "each": by_strategy(strategy="fsdp", reduce="per_micro_batch") | BATCH,
+        "tensor": by_strategy(tensor_parallel=2) | BATCH,
+        "checkpointed": by_strategy(strategy="fsdp") | {"model": {"activation_checkpointing": True}},
+        "packed": by_strategy(strategy="fsdp")
+        | {"batch": {"micro_batch_samples": 0, "tokens_per_micro_batch": 96, "rows": "packed"}},
+    },
+    3: {
+        "fsdp": by_strategy(strategy="fsdp") | BATCH,
+        "context": by_strategy(context_parallel=3) | BATCH,
+        # Ragged: one rank has more micro-batches of held-out samples than the other, and in tails too.
+        "ragged": by_strategy(strategy="fsdp")
+        | {"data": {"held_out_one_in": 500}, "batch": {"global_batch_samples": 6}},
+    },
+    4: {
+        "tensor": by_strategy(strategy="fsdp", tensor_parallel=2) | BATCH,
+        "hsdp": by_strategy(strategy="hsdp", shards=2) | BATCH,
+        "context": by_strategy(strategy="fsdp", context_parallel=2) | BATCH,
+    },
+}
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), LAYOUTS)
-def test_a_run_is_the_same_as_on_one_rank(tmp_path: Path, ranks: int, parallel: dict[str, Any]) -> None:
-    batch = {"global_batch_samples": 24}
-    _, job, _ = run(tiny(tmp_path / "one", batch=batch, **by_strategy()))
-    alone = whole(job)
-    sections = by_strategy(**parallel) | {"batch": batch}
-    for found, _ in run_ranks(train, ranks, str(tmp_path / "several"), sections):
-        assert largest_difference(alone, found) < 1e-11
-    one, several = told(tmp_path / "one"), told(tmp_path / "several")
-    for here, there in zip(one[0], several[0], strict=True):
+@pytest.mark.parametrize("ranks", CASES)
+def test_a_run_is_the_same_as_on_one_rank(tmp_path: Path, ranks: int) -> None:
+    several = run_ranks(train, ranks, str(tmp_path / "several"), CASES[ranks], timeout_s=180)
+    for name, sections in CASES[ranks].items():
+        alone = whole(run(tiny(tmp_path / "one" / name, **(sections | by_strategy())))[1])
+        for of_rank in several:
+            found, words = of_rank[name]
+            assert largest_difference(alone, found) < 1e-11, name
+            assert "Each rank: " in words, name
+        check_same_run(tmp_path / "one" / name, tmp_path / "several" / name, ranks, sections["parallel"])
+
+
+def check_same_run(one: Path, several: Path, ranks: int, parallel: dict[str, Any]) -> None:
+    """Two runs of the same updates, evaluations and models."""
+    (records, evaluations), (others, other_evaluations) = told(one), told(several)
+    for here, there in zip(records, others, strict=True):
         for name in ("samples", "items", "sample_digest", "outcome"):
             assert here[name] == there[name], name
         # Parts of one length may take a position or two more.
@@ -69,126 +94,112 @@ def test_a_run_is_the_same_as_on_one_rank(tmp_path: Path, ranks: int, parallel: 
         assert there["reductions"] == expected
         assert here["gradient_norm"] == pytest.approx(there["gradient_norm"], rel=1e-10)
         assert here["loss_per_item"] == pytest.approx(there["loss_per_item"], rel=1e-12)
-    for here, there in zip(one[1], several[1], strict=True):
+    for here, there in zip(evaluations, other_evaluations, strict=True):
         assert here["loss_per_item"] == pytest.approx(there["loss_per_item"], rel=1e-11)
         assert (here["items"], here["samples"]) == (there["items"], there["samples"])
     for name in ("model", "model-average"):
-        state = torch.load(tmp_path / "one" / name / "model.pt", weights_only=True)
-        other = torch.load(tmp_path / "several" / name / "model.pt", weights_only=True)
+        state, other = (torch.load(at / name / "model.pt", weights_only=True) for at in (one, several))
         assert largest_difference(state, other) < 1e-11
 
 
-def train_and_resume(rank: int, n: int, folder: str, sections: Sections) -> Any:  # noqa: ARG001
-    """A run, and what is the same of it when it is resumed half way."""
-    job = run(tiny(folder, **sections), World.of_all())[1]
-    before, records = whole(job), told(folder)
-    World.of_all().total([0.0])  # the leading rank reads what the others' resumption would overwrite
-    job = resumed(f"{folder}/checkpoints/update-00000002", world=World.of_all())[1]
-    return before, whole(job), records, told(folder)
+def train_and_resume(rank: int, n: int, folder: str, cases: dict[str, Sections]) -> Any:  # noqa: ARG001
+    """Of each case a run, and what is the same of it when it is resumed half way."""
+    world, found = World.of_all(), {}
+    for name, sections in cases.items():
+        at = f"{folder}/{name}"
+        before, records = whole(run(tiny(at, **sections), world)[1]), told(at)
+        world.total([0.0])  # the leading rank reads what the others' resumption would overwrite
+        after = whole(resumed(f"{at}/checkpoints/update-00000002", world=world)[1])
+        found[name] = before, after, records, told(at)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parallel"), [(2, {"strategy": "fsdp"}), (4, {"strategy": "fsdp", "tensor_parallel": 2})]
-)
-def test_a_run_in_parts_is_resumed_bit_for_bit(tmp_path: Path, ranks: int, parallel: Any) -> None:
-    found = run_ranks(train_and_resume, ranks, str(tmp_path / "run"), by_strategy(**parallel))
-    for before, after, records, records_after in found:
-        assert largest_difference(before, after) == 0.0
-        assert records == records_after
+def test_a_run_in_parts_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    cases = {
+        "fsdp": by_strategy(strategy="fsdp"),
+        "tensor": by_strategy(strategy="fsdp", tensor_parallel=2),
+    }
+    for of_rank in run_ranks(train_and_resume, 4, str(tmp_path), cases, timeout_s=120):
+        for name, (before, after, records, records_after) in of_rank.items():
+            assert largest_difference(before, after) == 0.0, name
+            assert records == records_after, name
 
 
-def resume(rank: int, n: int, named: str, changes: list[str]) -> Any:  # noqa: ARG001
-    return whole(resumed(named, *changes, world=World.of_all())[1])
+def resume(rank: int, n: int, folder: str, changes: dict[str, list[str]]) -> Any:  # noqa: ARG001
+    """What each run comes to from the middle on."""
+    world = World.of_all()
+    return {
+        name: whole(resumed(f"{folder}/{name}/{HALF_WAY}", *of, world=world)[1])
+        for name, of in changes.items()
+    }
 
 
-@pytest.mark.parametrize(
-    ("begun", "ranks", "then", "ranks_then"),
-    [
-        (["parallel.strategy=fsdp"], 2, ["parallel.strategy=ddp"], 2),
-        (["parallel.strategy=fsdp"], 2, ["parallel.strategy=ddp"], 1),
-        (["parallel.strategy=fsdp"], 2, ["parallel.strategy=hsdp", "parallel.shards=2"], 4),
-        ([], 2, ["parallel.strategy=fsdp", "parallel.reduce=per_micro_batch"], 4),
-        (["parallel.tensor_parallel=2"], 2, ["parallel.strategy=fsdp"], 4),
-        (["parallel.context_parallel=2"], 2, ["parallel.context_parallel=1"], 1),
-    ],
-)
-def test_other_ranks_go_on_with_the_same_updates(
-    tmp_path: Path, begun: list[str], ranks: int, then: list[str], ranks_then: int
-) -> None:
-    _, job, _ = run(tiny(tmp_path / "one", **by_strategy()))
-    alone = whole(job)
-    pairs = dict(change.removeprefix("parallel.").split("=") for change in begun)
-    parallel = {key: int(value) if value.isdigit() else value for key, value in pairs.items()}
-    run_ranks(train, ranks, str(tmp_path / "run"), by_strategy(**parallel))
-    named = str(tmp_path / "run" / "checkpoints" / "update-00000002")
-    if ranks_then == 1:
-        found = [whole(resumed(named, *then)[1])]
-    else:
-        found = run_ranks(resume, ranks_then, named, then)
+HALF_WAY = "checkpoints/update-00000002"
+BEGUN_BY_TWO: dict[str, Sections] = {
+    "fsdp": by_strategy(strategy="fsdp"),
+    "ddp": by_strategy(),
+    "tensor": by_strategy(tensor_parallel=2),
+    "context": by_strategy(context_parallel=2),
+}
+# How a run was begun, and what is changed of it.
+BY_ONE = {"fsdp": ["parallel.strategy=ddp"], "context": ["parallel.context_parallel=1"]}
+BY_FOUR = {
+    "fsdp": ["parallel.strategy=hsdp", "parallel.shards=2"],
+    "ddp": ["parallel.strategy=fsdp", "parallel.reduce=per_micro_batch"],
+    "tensor": ["parallel.strategy=fsdp"],
+    "context": ["parallel.context_parallel=1"],
+}
+
+
+def test_other_ranks_go_on_with_the_same_updates(tmp_path: Path) -> None:
+    alone = whole(run(tiny(tmp_path / "alone", **by_strategy()))[1])
+    run_ranks(train, 2, str(tmp_path / "one"), BEGUN_BY_TWO, timeout_s=120)
+    shutil.copytree(tmp_path / "one", tmp_path / "four")
+    found = [whole(resumed(tmp_path / "one" / name / HALF_WAY, *of)[1]) for name, of in BY_ONE.items()]
+    for of_rank in run_ranks(resume, 4, str(tmp_path / "four"), BY_FOUR, timeout_s=120):
+        found += of_rank.values()
     for one in found:
         assert largest_difference(alone, one) < 1e-11
-    digests = [[r["sample_digest"] for r in told(tmp_path / name)[0]] for name in ("one", "run")]
-    assert digests[0] == digests[1]
+    digests = [r["sample_digest"] for r in told(tmp_path / "alone")[0]]
+    for at in [
+        *(tmp_path / "one" / name for name in BY_ONE),
+        *(tmp_path / "four" / name for name in BY_FOUR),
+    ]:
+        assert [r["sample_digest"] for r in told(at)[0]] == digests, at
 
 
-MORE: list[tuple[int, Sections]] = [
-    (2, by_strategy(strategy="fsdp") | {"model": {"activation_checkpointing": True}}),
-    (
-        2,
-        by_strategy(strategy="fsdp")
-        | {"batch": {"micro_batch_samples": 0, "tokens_per_micro_batch": 96, "rows": "packed"}},
-    ),
-    # Ragged: one rank has more micro-batches of held-out samples than the other, and in tails too.
-    (
-        3,
-        by_strategy(strategy="fsdp")
-        | {"data": {"held_out_one_in": 500}, "batch": {"global_batch_samples": 6}},
-    ),
-]
-
-
-@pytest.mark.parametrize(("ranks", "sections"), MORE)
-def test_other_settings_go_with_it(tmp_path: Path, ranks: int, sections: Sections) -> None:
-    alone = whole(run(tiny(tmp_path / "one", **(sections | by_strategy())))[1])
-    for found, words in run_ranks(train, ranks, str(tmp_path / "several"), sections):
-        assert largest_difference(alone, found) < 1e-11
-        assert "Each rank: " in words
-    one, several = told(tmp_path / "one")[1], told(tmp_path / "several")[1]
-    for here, there in zip(one, several, strict=True):
-        assert here["loss_per_item"] == pytest.approx(there["loss_per_item"], rel=1e-11)
-        assert (here["items"], here["samples"]) == (there["items"], there["samples"])
-    state, other = (
-        torch.load(tmp_path / name / "model" / "model.pt", weights_only=True) for name in ("one", "several")
-    )
-    assert largest_difference(state, other) < 1e-11
-
-
-def train_folder(rank: int, n: int, folder: str, rank_of_adapters: int) -> Any:  # noqa: ARG001
-    """A run of a Hugging Face model, cut where there are several ranks; what was written."""
+def train_folders(rank: int, n: int, folder: str) -> Any:  # noqa: ARG001
+    """Runs of a Hugging Face model, cut where there are several ranks; what each wrote."""
     from safetensors.torch import load_file
 
     from tiny_models import save_folder
 
-    world = World.of_all()
+    world, found = World.of_all(), []
     world.on_leader(lambda: str(save_folder("llama", Path(folder) / "llama", vocab_size=257)))
-    sections: Sections = {
-        "parallel": {"strategy": "fsdp"},
-        "model": {"source": f"{folder}/llama", "from_scratch": True, "layers": 0, "width": 0, "heads": 0},
-        "lora": {"rank": rank_of_adapters},
-    }
-    job = run(tiny(f"{folder}/run-{n}", **sections), world)[1]
-    layers = [m for m in job.model.module.modules() if type(m).__name__ == "FSDPLlamaDecoderLayer"]
-    (written,) = Path(f"{folder}/run-{n}/model").glob("*.safetensors")
-    return len(layers), load_file(written)
+    for rank_of_adapters in (0, 2):
+        sections: Sections = {
+            "parallel": {"strategy": "fsdp"},
+            "model": {
+                "source": f"{folder}/llama",
+                "from_scratch": True,
+                "layers": 0,
+                "width": 0,
+                "heads": 0,
+            },
+            "lora": {"rank": rank_of_adapters},
+        }
+        at = f"{folder}/run-{n}-{rank_of_adapters}"
+        job = run(tiny(at, **sections), world)[1]
+        layers = [m for m in job.model.module.modules() if type(m).__name__ == "FSDPLlamaDecoderLayer"]
+        (written,) = Path(f"{at}/model").glob("*.safetensors")
+        found.append((len(layers), load_file(written)))
+    return found
 
 
-@pytest.mark.parametrize("rank_of_adapters", [0, 2])
-def test_a_model_folder_is_cut_by_its_layers_and_written_whole(
-    tmp_path: Path, rank_of_adapters: int
-) -> None:
+def test_a_model_folder_is_cut_by_its_layers_and_written_whole(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    ((layers, alone),) = run_ranks(train_folder, 1, str(tmp_path), rank_of_adapters)
-    assert layers == 0
-    for layers, written in run_ranks(train_folder, 2, str(tmp_path), rank_of_adapters):
-        assert layers > 0
-        assert largest_difference(alone, written) < 1e-11
+    (of_one,) = run_ranks(train_folders, 1, str(tmp_path), timeout_s=120)
+    for of_rank in run_ranks(train_folders, 2, str(tmp_path), timeout_s=120):
+        for (none, alone), (layers, written) in zip(of_one, of_rank, strict=True):
+            assert none == 0 < layers
+            assert largest_difference(alone, written) < 1e-11

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class Branching(nn.Module):
         return logits + self.seldom(hidden) if int(ids.shape[0]) == 1 else logits
 
 
+@cache
 def deepspeed_here(rank: int, n: int) -> Any:
     """DeepSpeed from its own environment, which lies over that of the tests."""
     sys.path.insert(0, str(environments.folder_of("deepspeed")))

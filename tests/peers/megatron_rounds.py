@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ SHAPES: dict[str, list[list[list[int]]]] = {
 }
 
 
+@cache
 def megatron_here(*, tensor: int = 1, context: int = 1, pipeline: int = 1) -> Any:
     """``megatron.core`` from its own environment, over the ranks that are running."""
     sys.path.insert(0, str(environments.folder_of("megatron")))

@@ -1,4 +1,7 @@
-"""Exact updates of DeepSpeed engines, ZeRO 0 to 3; one launch for a stage runs its whole column."""
+"""Exact updates of DeepSpeed engines, ZeRO 0 to 3, beside those of the engines' table.
+
+``test_engines_of_peers.py`` has the column of each stage in float32, and in bfloat16 with float32 sums.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ import wholebatch
 from deepspeed_rounds import (
     CLIP,
     EPS,
-    MODES,
     SHAPES,
     Branching,
     Truth,
@@ -41,31 +43,39 @@ pytestmark = [
 WEIGHTS_BOUND = 2.0**-20  # of weights below 3, which the engine moves in float32
 
 
-def modes_of(stage: int) -> list[str]:
-    return [mode for mode in MODES if stage > 0 or mode != "bf16, fp32 gradients"]
+# Modes that the table does not have, with an optimizer and the norm that it clips by.
+HALF: dict[str, tuple[str, float | None]] = {"bf16": ("SGD momentum", None), "fp16": ("AdamW", CLIP)}
 
 
-def column(rank: int, n: int, stage: int) -> dict[str, Any]:
-    """Every mode and optimizer of a stage, over all shapes, one update after another."""
+def of_a_stage(rank: int, n: int, stage: int) -> dict[str, Any]:
+    """All that needs two ranks and a stage, in one launch."""
+    return {"half": in_half_precision(rank, n, stage), "exceptional": exceptional(rank, n, stage)}
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2, 3])
+def stage_and_found(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]:
+    return request.param, run_ranks(of_a_stage, 2, request.param, timeout_s=200)
+
+
+def in_half_precision(rank: int, n: int, stage: int) -> dict[str, Any]:
+    """Windows of all shapes, one update after another."""
     deepspeed, found = deepspeed_here(rank, n), {}
-    for mode in modes_of(stage):
-        for optimizer, clip in (("SGD momentum", None), ("AdamW", CLIP)):
-            engine = start(deepspeed, config_of(stage, mode, clip), optimizer=optimizer)
-            case = case_of("equal, full")
-            window = UpdateWindow(engine, engine.optimizer, case.objective(), clip_grad_norm=clip)
-            truth = Truth(deepspeed, engine, optimizer=optimizer, clip=clip)
-            for seed, shape in enumerate(SHAPES):
-                found[mode, optimizer, shape] = truth.update(window, case_of(shape, seed), rank)
+    for mode, (optimizer, clip) in HALF.items():
+        engine = start(deepspeed, config_of(stage, mode, clip), optimizer=optimizer)
+        case = case_of("equal, full")
+        window = UpdateWindow(engine, engine.optimizer, case.objective(), clip_grad_norm=clip)
+        truth = Truth(deepspeed, engine, optimizer=optimizer, clip=clip)
+        for seed, shape in enumerate(SHAPES):
+            found[mode, shape] = truth.update(window, case_of(shape, seed), rank)
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradient_and_weights_are_those_of_the_big_batch(stage: int) -> None:
-    results = run_ranks(column, 2, stage, timeout_s=150)
-    assert len(results[0]) == len(modes_of(stage)) * 2 * len(SHAPES)
+def test_gradient_and_weights_are_those_of_the_big_batch(stage_and_found: Any) -> None:
+    stage, results = stage_and_found
     for of_rank in results:
-        for (mode, optimizer, shape), found in of_rank.items():
-            where = f"ZeRO {stage}, {mode}, {optimizer}, {shape}"
+        assert len(of_rank["half"]) == len(HALF) * len(SHAPES)
+        for (mode, shape), found in of_rank["half"].items():
+            where = f"ZeRO {stage}, {mode}, {shape}"
             record = found["record"]
             turns = max(map(len, SHAPES[shape]))
             assert record.outcome == "applied", where
@@ -180,9 +190,9 @@ def exceptional(rank: int, n: int, stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_failures_skips_and_late_denominators_leave_exact_updates(stage: int) -> None:
-    results = run_ranks(exceptional, 2, stage, timeout_s=150)
+def test_failures_skips_and_late_denominators_leave_exact_updates(stage_and_found: Any) -> None:
+    stage, of_ranks = stage_and_found
+    results = [of_rank["exceptional"] for of_rank in of_ranks]
     assert [found["failed"] for found in results] == ["OtherRankFailedError", "ZeroDivisionError"]
     for found in results:
         for name in ("again", "step"):

@@ -37,8 +37,13 @@ Loss = Callable[[Any, Any, int], Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The micro-batches of one run of a schedule, and what the first stage is called with for each."""
+    """The micro-batches of one run of a schedule, and what the first stage is called with for each.
 
+    Attributes:
+        begins: number of the first one in its window.
+    """
+
+    begins: int
     batches: list[Any]
     given: list[Given]
 
@@ -148,10 +153,10 @@ class PipelinedModel(nn.Module):
             UnsupportedError: a number of them that the schedule does not take.
         """
         size = self.micro_batches_per_call or max(1, len(batches))
-        groups = [list(batches[start : start + size]) for start in range(0, len(batches), size)]
-        if self.pad is not None:
-            groups = [list(self.pad(group)) for group in groups]
-        calls = [Call(group, [self._given(batch) for batch in group]) for group in groups]
+        pad, calls = self.pad or list, []
+        for begins in range(0, len(batches), size):
+            group = list(pad(batches[begins : begins + size]))
+            calls.append(Call(begins, group, [self._given(batch) for batch in group]))
         for call in calls:
             self._check(call)
         return calls
@@ -192,18 +197,15 @@ class PipelinedModel(nn.Module):
         Raises:
             WindowUsageError, UnsupportedError: as :meth:`calls`.
         """
-        begins = 0
         for call in self.calls(batches):
-            self.run(call, loss, begins, backward=False)
-            begins += len(call.batches)
+            self.run(call, loss, backward=False)
 
-    def run(self, call: Call, loss: Loss, begins: int, *, backward: bool = True) -> None:
+    def run(self, call: Call, loss: Loss, *, backward: bool = True) -> None:
         """One run of the schedule: forwards and backwards of all micro-batches, gradients added up.
 
         Args:
             call: micro-batches of one shape; the same on every rank of the pipeline.
             loss: what the last stage differentiates; nothing of a micro-batch where it is None.
-            begins: number of the first micro-batch in its window.
             backward: False for forwards alone.
 
         Exactness: the sum of the gradients of each ``loss``; nobody divides.
@@ -211,7 +213,7 @@ class PipelinedModel(nn.Module):
 
         def at(output: Any, index: Tensor) -> Tensor:
             number = int(index)
-            found = loss(output, call.batches[number], begins + number)
+            found = loss(output, call.batches[number], call.begins + number)
             return _zero(output) if found is None else found
 
         key = len(call.batches), _kinds(call.given[0]), backward

@@ -114,10 +114,8 @@ class PipelineRanks(SpreadRanks):
         self._calls = self._model.calls(batches)
 
     def run_window(self, loss: Loss) -> None:
-        begins = 0
         for call in self._calls:
-            self._model.run(call, loss, begins)
-            begins += len(call.batches)
+            self._model.run(call, loss)
             self.reductions += self._sharded
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002

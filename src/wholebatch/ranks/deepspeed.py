@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from wholebatch.accumulation import DEEPSPEED, WideGradients, too_narrow
 from wholebatch.errors import StaleGradientsError, UnsupportedError, WindowUsageError
-from wholebatch.gradients import careful_norm, scale_gradients, total_norm
+from wholebatch.gradients import scale_gradients
 from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.deepspeed_config import check_config
 from wholebatch.ranks.deepspeed_gradients import Held, InWholeBuffer, held_by, trainable
@@ -59,6 +59,7 @@ class DeepSpeedRanks(SeveralRanks):
         self.roles = Roles.one_each(dist.get_rank(group), dist.get_world_size(group))
         self.divisor = float(self.num_replicas)
         self.held: Held = held_by(engine.optimizer)
+        self.norm_in_parts = self.held.partitioned
         self.stepper = self._stepper = EngineStepper(engine, self.held)
         self._per_micro_batch = self.stage >= 2
         self.equal_turns = self._per_micro_batch
@@ -208,30 +209,18 @@ class DeepSpeedRanks(SeveralRanks):
 
     @torch.no_grad()
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
-        """The Euclidean norm of the whole reduced gradient, without the loss scale; the same on every rank.
+        """The Euclidean norm of what this rank holds of the reduced gradient, without the loss scale.
 
         Args:
             gradients: not asked; DeepSpeed holds them elsewhere.
 
-        Exactness: as :func:`wholebatch.gradients.total_norm`; the sum over ranks is taken in float64.
+        Exactness: as :func:`wholebatch.gradients.total_norm`.
         """
-        pieces = self.held.pieces()
-        device = pieces[0].device if pieces else self._engine.device
-        own = total_norm(pieces) if pieces else torch.zeros((), device=device)
-        return self._over_ranks(own.to(torch.float64)).to(torch.float32)
+        return super().gradient_norm(self.held.pieces()) / (self._stepper.loss_scale() or 1.0)
 
     @torch.no_grad()
     def careful_norm(self, gradients: Sequence[Tensor]) -> float:  # noqa: ARG002
-        pieces = self.held.pieces()
-        own = careful_norm(pieces) if pieces else 0.0
-        return float(self._over_ranks(torch.tensor(own, dtype=torch.float64, device=self._engine.device)))
-
-    def _over_ranks(self, norm: Tensor) -> Tensor:
-        if self.held.partitioned:
-            squares = norm.square()
-            dist.all_reduce(squares, group=self.group)
-            norm = squares.sqrt()
-        return norm / (self._stepper.loss_scale() or 1.0)
+        return super().careful_norm(self.held.pieces()) / (self._stepper.loss_scale() or 1.0)
 
     # What can't be run exactly ------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from wholebatch.errors import (
     PoisonedWindowError,
     StaleGradientsError,
     UnsupportedError,
+    UpdateError,
     WindowUsageError,
 )
 from wholebatch.ranks.fsdp import FSDPRanks
@@ -189,6 +190,52 @@ def test_tensor_parallel_ranks_are_one_replica(ranks: int) -> None:
 def test_gradients_that_are_still_to_be_added_up_are_before_the_norm() -> None:
     for error, *_ in run_ranks(tensor_parallel, 2, True):
         assert error < 1e-14
+
+
+class PartOfBatch(nn.Module):
+    """A norm of plain parameters over this rank's part of what comes in, gathered again."""
+
+    def __init__(self, norm: nn.Module, mesh: Any) -> None:
+        super().__init__()
+        self.norm, self.mesh = norm, mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = DTensor.from_local(x, self.mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+        whole: torch.Tensor = DTensor.from_local(
+            self.norm(parts.to_local()), self.mesh, [Shard(0)], shape=parts.shape, stride=parts.stride()
+        ).full_tensor()
+        return whole
+
+
+def plain_norm(rank: int, ranks: int) -> tuple[str, bool, float]:
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped")
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
+    model = net().eval()
+    right, model.norm = model.norm, PartOfBatch(model.norm, mesh["tensor"])  # type: ignore[assignment]
+    layers = {
+        "first": ColwiseParallel(output_layouts=Replicate()),
+        "last": RowwiseParallel(input_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tensor"], layers)
+    if ranks > 2:
+        fully_shard(model, mesh=mesh["data"])
+    window = window_over(model)
+    before = [whole(parameter) for parameter in model.parameters()]
+    given = batches(10 * (rank // 2), 2)
+    with pytest.raises(UpdateError) as caught:
+        window.run(given, loss)
+    same = all(torch.equal(a, whole(b)) for a, b in zip(before, model.parameters(), strict=True))
+    model.norm.forward = right.forward  # on the whole it is right to be plain
+    return str(caught.value), same, window.run(given, loss).gradient_norm
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_plain_parameters_over_parts_of_a_sequence_are_refused_on_every_rank(ranks: int) -> None:
+    for rank, (told, same, norm) in enumerate(run_ranks(plain_norm, ranks)):
+        assert f"rank {rank}: ranks of one replica hold copies of parameters" in told
+        assert "SequenceParallel" in told
+        assert same
+        assert norm > 0.0
 
 
 class Adapter(nn.Module):

@@ -103,10 +103,12 @@ class Reading:
     Attributes:
         norm: Euclidean norm of the reduced gradient as it lies, before any correction.
         values: the scalars that were asked for, in order.
+        norm_of_copies: of what several ranks must have alike; see ``Ranks.norm_of_copies``.
     """
 
     norm: float
     values: list[float]
+    norm_of_copies: float = 0.0
 
 
 class Finish:
@@ -203,10 +205,11 @@ class Finish:
         with care, so that an infinite norm means an infinite gradient.
         """
         gradients = gradients_of(self.parameters)
-        norm, *values = read_scalars([ranks.gradient_norm(gradients), *scalars])
+        norms = [ranks.gradient_norm(gradients), ranks.norm_of_copies(gradients)]
+        norm, of_copies, *values = read_scalars([*norms, *scalars])
         if not math.isfinite(norm):
             norm = ranks.careful_norm(gradients)
-        return Reading(norm=norm, values=values)
+        return Reading(norm=norm, values=values, norm_of_copies=of_copies)
 
     def clip_factor(self, norm: float) -> float:
         """``min(1, clip / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` has it."""
@@ -329,9 +332,8 @@ def _times(optimizer: Optimizer, gradients: Sequence[Tensor], factor: float) -> 
     if factor == 1.0:
         yield
     elif _folds(optimizer, gradients, factor):
-        # A fused kernel divides by grad_scale as it reads the gradient. It is an attribute that GradScaler
-        # sets and removes in the same way, with a found_inf beside it, which costs a pass over the
-        # optimizer's counts of steps, and the window steps only where nothing is infinite.
+        # A fused kernel divides by grad_scale as it reads the gradient. GradScaler sets and removes it in
+        # the same way, with a found_inf, which costs a pass; the window steps where nothing is infinite.
         device = gradients[0].device
         fused: Any = optimizer
         try:
@@ -350,8 +352,7 @@ def _folds(optimizer: Optimizer, gradients: Sequence[Tensor], factor: float) -> 
     fused = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
         group.get("fused") for group in optimizer.param_groups
     )
-    # grad_scale is a float32: a float64 gradient would lose half its digits to it, and a factor far
-    # from 1 does not fit
+    # a float32: a float64 gradient would lose half its digits to it, and not every factor fits
     fits = 1e-30 < factor < 1e30
     # the kernel takes a plain scale beside plain gradients only
     whole = not any(map(is_sharded, gradients))

@@ -23,12 +23,14 @@ class Result:
         losses: for each micro-batch and term, its summed loss.
         items: for each micro-batch and term, the items that the loss summed.
         norm: Euclidean norm of the reduced gradient, or of this rank's part of it.
+        norm_of_copies: of what ``roles.copies`` ranks must have alike.
         num_gradients: parameters of the optimizers that have one on this rank.
         peak_memory_bytes: of this process; 0 where unknown.
     """
 
     nonfinite: bool
     norm: float
+    norm_of_copies: float
     num_gradients: int
     losses: tuple[tuple[float, ...], ...]
     items: tuple[tuple[float, ...], ...]
@@ -42,12 +44,19 @@ class Result:
             float(self.nonfinite or first_bad != 0),
             self.norm,
             self.norm * self.norm,  # infinite where it overflows, which a power of floats refuses
+            *self._copies(roles),
             float(self.num_gradients),
             *(sum(row[term] for row in self.losses) if counted else 0.0 for term in range(num_terms)),
             *(sum(row[term] for row in self.items) if counted else 0.0 for term in range(num_terms)),
             *roles.slots(float(first_bad)),
             *roles.slots(float(self.peak_memory_bytes)),
         ]
+
+    def _copies(self, roles: Roles) -> tuple[float, float]:
+        """``s * p^2`` and ``p^2``: the first adds up to zero where copies have the same norm p."""
+        square = self.norm_of_copies * self.norm_of_copies
+        sign = roles.copies * roles.counts_losses - 1 if roles.copies > 1 else 0
+        return sign * square, square
 
     def _bad_micro_batch(self) -> int:
         """Number, from 1, of the first micro-batch whose loss is not finite; negative if it has no
@@ -68,6 +77,7 @@ class GlobalResult:
         losses, items: by term, summed over all micro-batches and replicas.
         bad: by rank, as ``Result._bad_micro_batch``.
         same_gradient: whether every rank finds the same norm, as of one reduced gradient.
+        same_copies: whether ranks that hold the same parameters find the same norm of their gradients.
         norm_of_parts: the norm of a gradient of which each rank tells a part.
         some_gradient: whether a parameter of the optimizers has one on some rank.
         peak_memory_bytes: by rank; ``None`` where unknown.
@@ -75,6 +85,7 @@ class GlobalResult:
 
     nonfinite: bool
     same_gradient: bool
+    same_copies: bool
     norm_of_parts: float
     some_gradient: bool
     losses: tuple[float, ...]
@@ -85,13 +96,15 @@ class GlobalResult:
     @classmethod
     def from_sums(cls, sums: Sequence[float], *, num_ranks: int, num_terms: int) -> GlobalResult:
         """Read payloads that were added up over ``num_ranks``."""
-        nonfinite, norm, square, num_gradients, *rest = sums
+        nonfinite, norm, square, gap, of_copies, num_gradients, *rest = sums
         by_term, by_rank = rest[: 2 * num_terms], rest[2 * num_terms :]
         peaks = [round(peak) for peak in by_rank[num_ranks:]]
         return cls(
             nonfinite=nonfinite > 0,
             # other kernels on other machines may round the norm differently, and no more than that
             same_gradient=not square < math.inf or num_ranks * square - norm**2 <= 1e-8 * norm**2,
+            # a norm in bfloat16 may be added up in another order; parts of a sequence differ by far more
+            same_copies=not abs(gap) > 1e-3 * of_copies,
             norm_of_parts=math.sqrt(square),
             some_gradient=num_gradients > 0,
             losses=tuple(by_term[:num_terms]),
@@ -115,7 +128,7 @@ class GlobalResult:
 
 def result_size(num_terms: int, num_ranks: int) -> int:
     """Numbers in a payload."""
-    return 4 + 2 * num_terms + 2 * num_ranks
+    return 6 + 2 * num_terms + 2 * num_ranks
 
 
 def losses_by_term(

@@ -584,6 +584,7 @@ class Update:
         result = Result(
             nonfinite=not window.finish.can_be_stepped(reading.norm),
             norm=reading.norm,
+            norm_of_copies=reading.norm_of_copies,
             num_gradients=len(gradients_of(window.finish.parameters)),
             losses=tuple(rows[:held]),
             items=tuple(rows[held:]),
@@ -602,10 +603,10 @@ class Update:
             raise problem or other from None
         total = GlobalResult.from_sums(sums, num_ranks=ranks.roles.num_ranks, num_terms=terms)
         norm = total.norm_of_parts if ranks.norm_in_parts else reading.norm
-        self._refuse_odd_gradient(total, norm)
+        self._refuse_odd_gradient(total, norm, reading.norm_of_copies)
         return norm, total
 
-    def _refuse_odd_gradient(self, total: GlobalResult, norm: float) -> None:
+    def _refuse_odd_gradient(self, total: GlobalResult, norm: float, norm_of_copies: float) -> None:
         """Refuse what all ranks see alike, so that all of them roll back."""
         ranks = self._window.ranks
         self._irrevocable = False
@@ -620,6 +621,14 @@ class Update:
                 f"they were not reduced as a whole. Something ran the engine's reduction beside the "
                 f"window, such as torch.autograd.grad in the first update of DDP(static_graph=True). "
                 f"Everything was rolled back"
+            )
+        if not total.same_copies:
+            raise UpdateError(
+                f"rank {ranks.rank}: ranks of one replica hold copies of parameters, as of a norm, and "
+                f"other gradients of them (of norm {norm_of_copies:.6g} here): each would train its "
+                f"own. Their layer runs on a part of the sequence, or with other random numbers on each "
+                f"rank: make its parameters DTensors with SequenceParallel in parallelize_module, which "
+                f"adds up over the parts, or seed the ranks alike. Everything was rolled back"
             )
         self._irrevocable = True
 

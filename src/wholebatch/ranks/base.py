@@ -57,6 +57,8 @@ class Roles:
         counts_items: whether the items that it counts do: one rank of each replica, or, where sequences
             are cut over ranks, each for its own part.
         counts_losses: whether the losses that it sums do; the last stage's of a pipeline.
+        copies: ranks that hold the same parameters by right, this one among them, and of which the first
+            counts losses: tensor-parallel ranks, beside those that are cut over them.
         parts_of_sequences: whether sequences are cut over the ranks of a replica, so that each is given
             other tensors of the same samples.
     """
@@ -66,6 +68,7 @@ class Roles:
     counts_samples: bool = True
     counts_items: bool = True
     counts_losses: bool = True
+    copies: int = 1
     parts_of_sequences: bool = False
 
     @property
@@ -283,6 +286,10 @@ class Ranks(ABC):
             gradients: those that lie on this rank; none where it has none.
         """
         return total_norm(gradients) if gradients else torch.zeros(())
+
+    def norm_of_copies(self, gradients: Sequence[Tensor]) -> Tensor | float:  # noqa: ARG002
+        """The norm of those gradients that ``roles.copies`` ranks must have alike; 0 where it is one."""
+        return 0.0
 
     def as_of_one_rank(self, model: nn.Module, optimizers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """What a checkpoint asks for the state of model and optimizers, and gives it back to.

@@ -112,11 +112,11 @@ def _weighed(gradients: Sequence[Tensor], holders: int) -> dict[float, list[Tens
     """What lies on this rank of each gradient, by what its squares count for."""
     found: dict[float, list[Tensor]] = {}
     for gradient in gradients:
-        found.setdefault(_num_shards(gradient) / holders, []).append(on_this_rank(gradient))
+        found.setdefault(num_shards(gradient) / holders, []).append(on_this_rank(gradient))
     return found
 
 
-def _num_shards(tensor: Tensor) -> int:
+def num_shards(tensor: Tensor) -> int:
     """In how many parts a tensor is cut, each held by other ranks; 1 for a plain tensor or copies.
 
     Raises:

@@ -48,6 +48,7 @@ def roles_of_mesh(
         counts_samples=replica_of.index(replica_of[rank]) == rank,
         counts_items=places.index(place) == rank,
         counts_losses=places.index(place) == rank,
+        copies=places.count(place),
         parts_of_sequences=context_parallel is not None,
     )
 

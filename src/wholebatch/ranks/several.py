@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wholebatch.errors import UnsupportedError
+from wholebatch.gradients import on_this_rank, total_norm
 from wholebatch.ranks.base import Ranks, Reduce
 from wholebatch.ranks.collectives import HostTotal, HostTotals, alive
-from wholebatch.ranks.norms import careful_norm_on_this_rank, norm_on_this_rank
+from wholebatch.ranks.norms import careful_norm_on_this_rank, norm_on_this_rank, num_shards
 
 # How long a rank that failed waits for others that may be inside a collective which it left.
 PATIENCE_S = 60.0
@@ -76,10 +77,12 @@ class SpreadRanks(SeveralRanks):
 
     Attributes:
         holders: over how many ranks the parameters of this rank are spread; see ``norm_on_this_rank``.
+        data_shards: into how many shards data parallelism cuts; what is cut into more is tensor parallel.
     """
 
     norm_in_parts = True
     holders: int
+    data_shards: int = 1
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
@@ -90,6 +93,12 @@ class SpreadRanks(SeveralRanks):
 
     def careful_norm(self, gradients: Sequence[Tensor]) -> float:
         return careful_norm_on_this_rank(gradients, holders=self.holders)
+
+    def norm_of_copies(self, gradients: Sequence[Tensor]) -> Tensor | float:
+        if self.roles.copies == 1:
+            return 0.0
+        alike = [on_this_rank(one) for one in gradients if num_shards(one) <= self.data_shards]
+        return total_norm(alike) if alike else 0.0
 
 
 class ShardingRanks(SpreadRanks):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholebatch.accumulation import HELD_BACK_FSDP2, WideGradients, too_narrow
-from wholebatch.errors import WindowUsageError
+from wholebatch.accumulation import HELD_BACK_FSDP2, WideGradients
+from wholebatch.errors import UnsupportedError, WindowUsageError
 from wholebatch.objective import sample_loss
 from wholebatch.window import UpdateWindow
 
@@ -190,10 +190,12 @@ def test_a_dtype_to_add_up_in_that_is_none() -> None:
 
 
 def test_an_engine_that_adds_up_in_too_few_digits_is_told_what_to_build() -> None:
-    said = too_narrow(torch.bfloat16, HELD_BACK_FSDP2)
-    assert "would be added up in bfloat16" in said
-    assert "reduce_dtype=torch.float32" in said
-    assert said.endswith("give the window accumulate_in=torch.bfloat16")
+    WideGradients().refuse_narrow([torch.bfloat16], micro_batches=4, why=HELD_BACK_FSDP2)
+    with pytest.raises(UnsupportedError) as error:
+        WideGradients().refuse_narrow([torch.bfloat16], micro_batches=5, why=HELD_BACK_FSDP2)
+    assert "would be added up in bfloat16" in str(error.value)
+    assert "reduce_dtype=torch.float32" in str(error.value)
+    assert str(error.value).endswith("give the window accumulate_in=torch.bfloat16")
 
 
 def test_stale_gradients_are_included_in_the_wide_sum() -> None:

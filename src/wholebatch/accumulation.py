@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from wholebatch.budget import MICRO_BATCHES_IN_OWN_DTYPE
-from wholebatch.errors import WindowUsageError
+from wholebatch.errors import UnsupportedError, WindowUsageError
 from wholebatch.gradients import gradients_of, on_this_rank, scale_gradients
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
@@ -105,6 +105,25 @@ class WideGradients:
         self._note(p.grad_dtype or p.dtype for p in learning)  # some may be kept wide by their user
         return narrow
 
+    def refuse_narrow(self, dtypes: Iterable[torch.dtype], *, micro_batches: float, why: str) -> None:
+        """Refuse what is too narrow where the engine adds up by itself.
+
+        Args:
+            dtypes: what it adds gradients up in.
+            micro_batches: the most that any rank has in one window.
+            why: what makes it do so, and what to build instead, as a part of the sentence: one of the
+                sentences below, or the engine's own.
+
+        Raises:
+            UnsupportedError: one of ``dtypes`` has too few digits.
+        """
+        if narrow := self.wanted(dtypes, micro_batches=micro_batches):
+            raise UnsupportedError(
+                f"gradients of one micro-batch after another would be added up in {_name(narrow)}, which "
+                f"loses digits with each (relative error 4e-3 at 8 micro-batches, 1e-2 and more at 512): "
+                f"{why}. To have it so all the same, give the window accumulate_in=torch.{_name(narrow)}"
+            )
+
     def bytes_held(self, parameters: Iterable[nn.Parameter], micro_batches: int) -> int:
         """Bytes of the gradients of ``parameters`` that this rank adds up in ``parameter.grad``."""
         held = 0
@@ -163,24 +182,6 @@ class WideGradients:
                 parameter.grad = None
             parameter.grad_dtype = found
         self._found = []
-
-
-def too_narrow(dtype: torch.dtype, why: str) -> str:
-    """Why a window is refused whose engine adds gradients up in a dtype with too few digits.
-
-    Args:
-        dtype: what the engine adds up in.
-        why: what makes it do so, and what to build instead, as a part of the sentence: one of the
-            sentences below, or the engine's own.
-
-    Returns:
-        Text for an ``UnsupportedError``.
-    """
-    return (
-        f"gradients of one micro-batch after another would be added up in {_name(dtype)}, which loses "
-        f"digits with each (relative error 4e-3 at 8 micro-batches, 1e-2 and more at 512): {why}. To have "
-        f"it so all the same, give the window accumulate_in=torch.{_name(dtype)}"
-    )
 
 
 HELD_BACK_FSDP2 = (

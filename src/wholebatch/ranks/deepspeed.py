@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wholebatch.accumulation import DEEPSPEED, WideGradients, too_narrow
+from wholebatch.accumulation import DEEPSPEED, WideGradients
 from wholebatch.errors import StaleGradientsError, UnsupportedError, WindowUsageError
 from wholebatch.gradients import scale_gradients
 from wholebatch.ranks.base import Reduce, Roles, Traffic
@@ -116,8 +116,7 @@ class DeepSpeedRanks(SeveralRanks):
 
     def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:  # noqa: ARG002
         _, added_up_in = self._engine.get_data_types()
-        if narrow := wide.wanted([added_up_in], micro_batches=micro_batches):
-            raise UnsupportedError(too_narrow(narrow, DEEPSPEED))
+        wide.refuse_narrow([added_up_in], micro_batches=micro_batches, why=DEEPSPEED)
         return False
 
     @contextmanager

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from wholebatch.accumulation import HELD_BACK_FSDP2, SHARDED_FSDP2, WideGradients, too_narrow
+from wholebatch.accumulation import HELD_BACK_FSDP2, SHARDED_FSDP2, WideGradients
 from wholebatch.errors import PoisonedWindowError, StaleGradientsError, UnsupportedError
 from wholebatch.gradients import on_this_rank
 from wholebatch.ranks.base import Reduce, Traffic
@@ -104,8 +104,7 @@ class FSDPRanks(ShardingRanks):
         kept = SHARDED_FSDP2 if self._per_micro_batch else HELD_BACK_FSDP2
         learning = [parameter.dtype for parameter in parameters if parameter.requires_grad]
         dtypes = learning if self._per_micro_batch else held_back_in(self._groups)
-        if narrow := wide.wanted(dtypes, micro_batches=micro_batches):
-            raise UnsupportedError(too_narrow(narrow, kept))
+        wide.refuse_narrow(dtypes, micro_batches=micro_batches, why=kept)
         return False
 
     def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:

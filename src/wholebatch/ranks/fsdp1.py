@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from wholebatch.accumulation import HELD_BACK_FSDP1, SHARDED_FSDP1, WideGradients, too_narrow
+from wholebatch.accumulation import HELD_BACK_FSDP1, SHARDED_FSDP1, WideGradients
 from wholebatch.errors import StaleGradientsError, UnsupportedError
 from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.several import ShardingRanks
@@ -103,8 +103,7 @@ class FSDP1Ranks(ShardingRanks):
             for handle in self._handles
             if handle.flat_param.requires_grad
         ]
-        if narrow := wide.wanted(dtypes, micro_batches=micro_batches):
-            raise UnsupportedError(too_narrow(narrow, kept))
+        wide.refuse_narrow(dtypes, micro_batches=micro_batches, why=kept)
         return False
 
     def traffic(

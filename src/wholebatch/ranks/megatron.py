@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wholebatch.accumulation import WideGradients, too_narrow
+from wholebatch.accumulation import WideGradients
 from wholebatch.errors import PoisonedWindowError, UnsupportedError
 from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.norms import careful_norm_of_parts, norm_of_parts
@@ -120,8 +120,7 @@ class MegatronRanks(SeveralRanks):
 
     def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:
         kept = [_sums_of(parameter).dtype for parameter in parameters if parameter.requires_grad]
-        if narrow := wide.wanted(kept, micro_batches=micro_batches):
-            raise UnsupportedError(too_narrow(narrow, _NARROW))
+        wide.refuse_narrow(kept, micro_batches=micro_batches, why=_NARROW)
         return False
 
     def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.accumulation import HELD_BACK_FSDP2, SHARDED_FSDP2, WideGradients, too_narrow
+from wholebatch.accumulation import HELD_BACK_FSDP2, SHARDED_FSDP2, WideGradients
 from wholebatch.errors import UnsupportedError, WindowUsageError
 from wholebatch.gradients import is_sharded
 from wholebatch.ranks.agreement import name_ranks, unlike_first
@@ -102,8 +102,7 @@ class PipelineRanks(SpreadRanks):
             (held_back_in(groups_of(self._model)), HELD_BACK_FSDP2),
             (over_calls, SHARDED_FSDP2),
         ):
-            if narrow := wide.wanted(dtypes, micro_batches=micro_batches):
-                raise UnsupportedError(too_narrow(narrow, kept))
+            wide.refuse_narrow(dtypes, micro_batches=micro_batches, why=kept)
 
     def check_window(self, batches: Sequence[Any]) -> None:
         if not torch.is_grad_enabled():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -20,36 +20,9 @@ from layouts import Found, alone, check_agreement, gpt, make_optimizer, trained
 from ranks import run_ranks
 from wholebatch.ranks.pipeline import PipelinedModel
 from wholebatch.train.models.gpt import GPT
+from wholebatch.train.models.stages import GPTStage
 
 Wrap = Callable[[GPT, int], tuple[nn.Module, int, int]]
-
-
-class Front(nn.Module):
-    """The first stage of the model: what is under the same names in the whole."""
-
-    def __init__(self, gpt: GPT) -> None:
-        super().__init__()
-        self.token_embedding, self.position_embedding = gpt.token_embedding, gpt.position_embedding
-        self.blocks = nn.ModuleList([gpt.blocks[0]])
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.blocks[0](
-            self.token_embedding(ids) + self.position_embedding.weight[: ids.shape[1]]
-        )
-        return out
-
-
-class Back(nn.Module):
-    """The last stage."""
-
-    def __init__(self, gpt: GPT) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleDict({"1": gpt.blocks[1]})
-        self.final_norm, self.to_logits = gpt.final_norm, gpt.to_logits
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.to_logits(self.final_norm(self.blocks["1"](x)))
-        return out
 
 
 def _ddp(gpt: GPT, rank: int) -> tuple[nn.Module, int, int]:
@@ -89,9 +62,8 @@ def _pipeline(copies: int) -> Wrap:
     def wrap(gpt: GPT, rank: int) -> tuple[nn.Module, int, int]:  # noqa: ARG001
         mesh = init_device_mesh("cpu", (copies, 2), mesh_dim_names=("data", "stage"))
         place = mesh.get_local_rank("stage")
-        stage = PipelineStage(
-            Back(gpt) if place else Front(gpt), place, 2, torch.device("cpu"), group=mesh.get_group("stage")
-        )
+        part, group = GPTStage(gpt, place, 2), mesh.get_group("stage")
+        stage = PipelineStage(part, place, 2, torch.device("cpu"), group=group)
         model = PipelinedModel(
             stage,
             schedule=Schedule1F1B,
@@ -116,9 +88,14 @@ LAYOUTS: dict[str, tuple[int, Wrap]] = {
 }
 
 
-def on_a_layout(rank: int, ranks: int, name: str) -> Found:  # noqa: ARG001
+def on_layouts(rank: int, ranks: int) -> dict[str, Found]:
+    """The run on each layout of so many ranks."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    return {name: on_a_layout(rank, name) for name, (needed, _) in LAYOUTS.items() if needed == ranks}
+
+
+def on_a_layout(rank: int, name: str) -> Found:
     whole = gpt()
     model, replica, replicas = LAYOUTS[name][1](whole, rank)
     told = trained(model, make_optimizer(model), replica, replicas)
@@ -133,12 +110,9 @@ def on_a_layout(rank: int, ranks: int, name: str) -> Found:  # noqa: ARG001
     return found, told
 
 
-@pytest.fixture(scope="module")
-def of_one_rank() -> Found:
-    return alone()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_ten_updates_are_the_same_on_every_layout(name: str, of_one_rank: Found) -> None:
-    check_agreement(run_ranks(on_a_layout, LAYOUTS[name][0], name), of_one_rank, within=1e-10)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ten_updates_are_the_same_on_every_layout(ranks: int) -> None:
+    wanted, of_ranks = alone(), run_ranks(on_layouts, ranks, timeout_s=120)
+    for name in of_ranks[0]:
+        check_agreement([of_rank[name] for of_rank in of_ranks], wanted, within=1e-10)

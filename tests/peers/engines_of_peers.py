@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ class _UnderDeepSpeed(Wrapped):
 
     def read(self, *, gradients: bool) -> Tensors:
         read = deepspeed_rounds.gradients if gradients else deepspeed_rounds.weights
-        return read(_deepspeed(self.replica, self.replicas), self.model)
+        return read(deepspeed_rounds.deepspeed_here(self.replica, self.replicas), self.model)
 
     def held(self) -> int:
         optimizer: Any = self.optimizer
@@ -46,22 +45,12 @@ class _UnderDeepSpeed(Wrapped):
         return sum(own.values())
 
 
-@cache
-def _deepspeed(rank: int, ranks: int) -> Any:
-    return deepspeed_rounds.deepspeed_here(rank, ranks)
-
-
-@cache
-def _megatron() -> Any:
-    return megatron_rounds.megatron_here()
-
-
 def _zero(stage: int) -> Wrap:
     def wrap(parts: list[nn.Module], case: Case, rank: int, ranks: int) -> Wrapped:
         half = case.dtype == torch.bfloat16
         mode = "bf16, fp32 gradients" if half else "fp32"
         module = nn.Sequential(*parts)
-        engine, optimizer, *_ = _deepspeed(rank, ranks).initialize(
+        engine, optimizer, *_ = deepspeed_rounds.deepspeed_here(rank, ranks).initialize(
             model=module,
             optimizer=make_optimizer(module.parameters(), case.optimizer),
             config=deepspeed_rounds.config_of(stage, mode, CLIP, zero=_NONE_KEPT if stage == 3 else {}),
@@ -80,7 +69,7 @@ class _UnderMegatron(Wrapped):
 
 def _megatron_ddp(mode: str) -> Wrap:
     def wrap(parts: list[nn.Module], case: Case, rank: int, ranks: int) -> Wrapped:
-        model = megatron_rounds.wrap(_megatron(), nn.Sequential(*parts), mode)
+        model = megatron_rounds.wrap(megatron_rounds.megatron_here(), nn.Sequential(*parts), mode)
         return wrap_plainly(model, parts, case, rank, ranks, kind=_UnderMegatron)
 
     return wrap

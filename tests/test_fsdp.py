@@ -35,6 +35,7 @@ from wholebatch.errors import (
     UpdateError,
     WindowUsageError,
 )
+from wholebatch.ranks.collectives import own_place
 from wholebatch.ranks.fsdp import FSDPRanks
 
 pytestmark = pytest.mark.slow
@@ -608,6 +609,11 @@ def cannot_be_lent(rank: int, ranks: int) -> list[Any]:
     window.run(batches(10 * rank, 2), loss)
     big_batch(wanted, plain, [*batches(0, 2), *batches(10, 2)])
     return [str(caught.value), distance(model, wanted)]
+
+
+def test_a_lent_batch_comes_to_the_borrowers_own_device() -> None:
+    own = torch.device("xpu", 1)
+    assert [own_place(place, own) for place in ("xpu:0", "xpu:1", "cpu")] == ["xpu:1", "xpu:1", "cpu"]
 
 
 def test_a_batch_that_cannot_be_lent_leaves_nobody_waiting() -> None:

@@ -302,7 +302,7 @@ class Update:
             return []
         spare = self._held[0] if self._held else None
         if total.ranks_without:
-            spare = ranks.lend(spare)
+            spare = ranks.lend(spare, self._window.finish.parameters[0].device)
         return [spare] * (most - len(self._held))
 
     # The loop -------------------------------------------------------------------------------------

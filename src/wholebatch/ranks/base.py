@@ -183,11 +183,12 @@ class Ranks(ABC):
         """Whether all ranks say that they got there before the backward of the open micro-batch."""
         return self.synchronises
 
-    def lend(self, batch: Any) -> Any:
+    def lend(self, batch: Any, device: torch.device) -> Any:
         """A micro-batch for a rank that has none: that of the first rank that has one.
 
         Args:
             batch: this rank's first; None without one. Called on every rank of the job at once.
+            device: of this rank's parameters.
         """
         raise NotImplementedError(f"{type(self).__name__} lets ranks go without micro-batches")
 

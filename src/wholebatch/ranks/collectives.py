@@ -6,7 +6,7 @@ flat buckets on the model's own group.
 
 from __future__ import annotations
 
-import pickle
+import io
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.serialization import default_restore_location
 
 _BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
 
@@ -72,8 +73,12 @@ class HostTotals:
         dist.all_gather_object(given, mine, group=group)
         return given
 
-    def lend(self, batch: Any) -> Any:
+    def lend(self, batch: Any, device: torch.device) -> Any:
         """The micro-batch of the first rank that has one, on every rank; None where none has.
+
+        Args:
+            batch: this rank's; None without one.
+            device: of this rank, which its tensors come to that lie on one of that type.
 
         Raises:
             RuntimeError: on every rank: it can't be sent.
@@ -85,14 +90,21 @@ class HostTotals:
         sent: list[Any] = [None]
         if dist.get_rank(self.group) == source:
             try:
-                sent = [pickle.dumps(batch)]
+                packed = io.BytesIO()
+                torch.save(batch, packed)
+                sent = [packed.getvalue()]
             except Exception as error:  # the others wait for it
                 sent = [f"{type(error).__name__}: {error}"]
         dist.broadcast_object_list(sent, src=dist.get_global_rank(self.group, source), group=self.group)
+        restore: Any = default_restore_location
         lent, problem = batch, sent[0] if isinstance(sent[0], str) else ""
         if batch is None and not problem:
             try:
-                lent = pickle.loads(sent[0])
+                lent = torch.load(
+                    io.BytesIO(sent[0]),  # of a rank of this job
+                    map_location=lambda storage, place: restore(storage, own_place(place, device)),
+                    weights_only=False,
+                )
             except Exception as error:  # the others would go on into a forward that this rank can't join
                 problem = f"{type(error).__name__}: {error}"
         if problem := next(filter(None, self.gather(problem)), ""):
@@ -101,6 +113,11 @@ class HostTotals:
                 f"which can't be sent: {problem}"
             )
         return lent
+
+
+def own_place(place: str, device: torch.device) -> str:
+    """Where a rank of ``device`` keeps what lies at ``place`` on another: on its own of that type."""
+    return str(device) if place.partition(":")[0] == device.type else place
 
 
 def alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

@@ -49,8 +49,8 @@ class SeveralRanks(Ranks):
     def total(self, vector: Sequence[float]) -> HostTotal:
         return self._totals.begin(vector)
 
-    def lend(self, batch: Any) -> Any:
-        return self._totals.lend(batch)
+    def lend(self, batch: Any, device: torch.device) -> Any:
+        return self._totals.lend(batch, device)
 
     def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
         pass

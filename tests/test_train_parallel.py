@@ -47,7 +47,8 @@ CASES: dict[int, dict[str, Sections]] = {
         "fsdp": by_strategy(strategy="fsdp") | BATCH,
         "each": by_strategy(strategy="fsdp", reduce="per_micro_batch") | BATCH,
         "tensor": by_strategy(tensor_parallel=2) | BATCH,
-        "checkpointed": by_strategy(strategy="fsdp") | {"model": {"activation_checkpointing": True}},
+        "checkpointed": by_strategy(strategy="fsdp")
+        | {"model": {"activation_checkpointing": True}, "optimizer": {"name": "SGD"}},
         "packed": by_strategy(strategy="fsdp")
         | {"batch": {"micro_batch_samples": 0, "tokens_per_micro_batch": 96, "rows": "packed"}},
     },
@@ -61,7 +62,7 @@ CASES: dict[int, dict[str, Sections]] = {
     4: {
         "tensor": by_strategy(strategy="fsdp", tensor_parallel=2) | BATCH,
         "hsdp": by_strategy(strategy="hsdp", shards=2) | BATCH,
-        "context": by_strategy(strategy="fsdp", context_parallel=2) | BATCH,
+        "context": by_strategy(strategy="hsdp", shards=2, context_parallel=2) | BATCH,
     },
 }
 
@@ -118,6 +119,7 @@ def test_a_run_in_parts_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     cases = {
         "fsdp": by_strategy(strategy="fsdp"),
         "tensor": by_strategy(strategy="fsdp", tensor_parallel=2),
+        "context": by_strategy(context_parallel=2),
     }
     for of_rank in run_ranks(train_and_resume, 4, str(tmp_path), cases, timeout_s=120):
         for name, (before, after, records, records_after) in of_rank.items():

@@ -15,6 +15,7 @@ from wholebatch.train.parts import check_settings
 FSDP = {"strategy": "fsdp"}
 PIPELINE = {"strategy": "pipeline"}
 TWO_LAYERS = {"layers": 2}
+BUDGET = {"micro_batch_samples": 0, "tokens_per_micro_batch": 64}
 SHARED = {"parallel": {"context_parallel": 2}}
 STAGED = {"parallel": PIPELINE, "model": TWO_LAYERS}
 
@@ -42,7 +43,7 @@ def check(ranks: int, **sections: dict[str, Any]) -> Any:
         (2, {"parallel": PIPELINE | {"reduce": "after_agreement"}}, "_agreement.*: .* once, when the sch"),
         (
             2,
-            STAGED | {"batch": {"rows": "packed", "micro_batch_samples": 0, "tokens_per_micro_batch": 64}},
+            STAGED | {"batch": BUDGET | {"rows": "packed"}},
             'not go with batch.rows = "packed"',
         ),
         (
@@ -73,6 +74,20 @@ def check(ranks: int, **sections: dict[str, Any]) -> Any:
                 "batch": {"global_batch_samples": 10},
             },
             "interleaved_1f1b over pipeline_parallel 2 needs",
+        ),
+        (
+            2,
+            {
+                "parallel": PIPELINE | {"pipeline_virtual_stages": 2},
+                "model": {"layers": 4},
+                "batch": BUDGET,
+            },
+            "pipeline_virtual_stages=2 means nothing to 1f1b",
+        ),
+        (
+            2,
+            STAGED | {"parallel": PIPELINE | {"pipeline_schedule": "zero_bubble"}, "batch": BUDGET},
+            "virtual_stages = 1; set",
         ),
         (3, {"parallel": {"context_parallel": 2}}, "context_parallel = 2: 3 ranks do not divide by it"),
         (2, SHARED | {"objective": {"kind": "label"}}, "and objective.kind 'label'; cut sequences in a l"),
@@ -114,6 +129,18 @@ def check(ranks: int, **sections: dict[str, Any]) -> Any:
             2,
             {"parallel": {"tensor_parallel": 2}, "optimizer": {"name": "Adafactor"}},
             "Adafactor moves matri",
+        ),
+        (
+            2,
+            {"parallel": {"tensor_parallel": 2}, "optimizer": {"options": {"foreach": True}}},
+            "not go with optimizer.options.foreach = true",
+        ),
+        (2, {"parallel": FSDP, "optimizer": {"name": "Adafactor"}}, "Adafactor takes norms of rows"),
+        (2, {"parallel": FSDP, "optimizer": {"name": "Rprop"}}, "Rprop writes single elements"),
+        (
+            2,
+            {"parallel": FSDP, "optimizer": {"name": "SGD", "options": {"fused": True}}},
+            "torch has no fused SGD for parameters in parts",
         ),
         (2, {"parallel": FSDP, "model": {"compile": True}}, 'model.compile goes with .* it is "fsdp"'),
         (2, {"parallel": FSDP, "lora": {"rank": 2}}, "lora.rank = 2: adapters of .* 'gpt' are merged"),
@@ -180,8 +207,7 @@ def test_replicas_are_what_is_left_of_the_ranks() -> None:
     assert check(4, parallel={"context_parallel": 2}).replicas == 2
     assert check(4, parallel=PIPELINE, model={"layers": 4}).replicas == 1
     assert check(4, parallel=PIPELINE | {"pipeline_parallel": 2}, model=TWO_LAYERS).replicas == 2
-    budget = {"micro_batch_samples": 0, "tokens_per_micro_batch": 64}
-    assert check(4, parallel=FSDP | {"tensor_parallel": 2}, batch=budget).replicas == 2
+    assert check(4, parallel=FSDP | {"tensor_parallel": 2}, batch=BUDGET).replicas == 2
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "pipeline", "deepspeed"])

@@ -27,6 +27,8 @@ ParameterGroup = dict[str, Any]
 OWN_KEYS = {"lr": "optimizer.learning_rate", "weight_decay": "optimizer.weight_decay"}
 # Options that choose a kernel themselves.
 KERNEL_OPTIONS = {"fused", "foreach", "differentiable"}
+# Whose fused kernels torch 2.13 runs on parameters that are parts of tensors over ranks.
+FUSED_IN_PARTS = ("Adam", "AdamW")
 
 
 def parameter_groups(module: nn.Module, settings: OptimizerConfig) -> list[ParameterGroup]:
@@ -236,8 +238,11 @@ def _fuses(kind: type[Any], parameters: Sequence[Tensor]) -> bool:
     """Whether torch's own class has a fused kernel that works for all of these parameters."""
     if vars(torch.optim).get(kind.__name__) is not kind or "fused" not in _known(kind):
         return False
-    if len({getattr(parameter, "device_mesh", None) for parameter in parameters}) > 1:
+    meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
+    if len(meshes) > 1:
         return False  # one kernel takes no parameters that lie over different ranks
+    if meshes != {None} and kind.__name__ not in FUSED_IN_PARTS:
+        return False
     kinds = {(parameter.dtype, parameter.device.type) for parameter in parameters}
     return all(_fused_moves(kind, dtype, device_type) for dtype, device_type in kinds)
 

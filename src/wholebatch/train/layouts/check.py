@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from wholebatch.budget import AnyPlan
 from wholebatch.errors import UnsupportedError, UsageError
+from wholebatch.layout import Layout
 from wholebatch.train.layouts.cut import CUT, STAGED, is_cut, num_stage_ranks
 from wholebatch.train.layouts.zero import check_zero, need_deepspeed
+from wholebatch.train.optimize import FUSED_IN_PARTS
 from wholebatch.train.settings import ParallelConfig, TrainConfig
 
 # What moves one element by the others of its matrix, which is cut in three where heads are shared.
 _BY_MATRICES = ("Muon", "Adafactor")
+# Of torch 2.13, on tensors that lie in parts over ranks.
+_NOT_IN_PARTS = {
+    "Adafactor": "takes norms of rows and columns in place, which lie on several ranks",
+    "Rprop": "writes single elements, of which torch does not know on which rank they lie",
+}
 
 
 def check_parallel(config: TrainConfig, ranks: int) -> None:
@@ -38,6 +45,8 @@ def check_parallel(config: TrainConfig, ranks: int) -> None:
         _refuse_stages_of_none(settings)
     if is_cut(settings, ranks):
         _check_what_is_cut(config)
+        if settings.strategy in CUT:
+            _check_optimizer_of_parts(config)
     need_deepspeed(config, ranks)
 
 
@@ -81,7 +90,7 @@ def _check_tensor_parallel(config: TrainConfig, ranks: int) -> None:
     """What the built-in GPT can share over ranks."""
     from wholebatch.train.models.choose import gpt_sizes
 
-    degree, model = config.parallel.tensor_parallel, config.model
+    degree, model, options = config.parallel.tensor_parallel, config.model, config.optimizer.options
     where = f"parallel.tensor_parallel = {degree}"
     if model.source != "gpt":
         raise UnsupportedError(
@@ -106,7 +115,12 @@ def _check_tensor_parallel(config: TrainConfig, ranks: int) -> None:
             f"{where} and model.dropout = {model.dropout}: the ranks of a replica would drop the same "
             f"features of different heads; set it to 0"
         )
-    for key, given in (("lora.rank", config.lora.rank), ("batch.rows", config.batch.rows == "packed")):
+    for key, given in (
+        ("lora.rank", config.lora.rank),
+        ("batch.rows", config.batch.rows == "packed"),
+        *((f"optimizer.options.{one} = true", options.get(one)) for one in ("fused", "foreach")),
+        ('optimizer.name = "Rprop"', config.optimizer.name == "Rprop"),
+    ):
         if given:
             raise UnsupportedError(f"{where} does not go with {key} yet; leave one of them out")
     if config.optimizer.name in _BY_MATRICES:
@@ -182,6 +196,12 @@ def _check_pipeline(config: TrainConfig, ranks: int) -> None:
             f'parallel.reduce = "{settings.reduce}": {where} reduces once, when the schedule is over and '
             f'all ranks have agreed; set it to "per_update"'
         )
+    Layout(  # for what it refuses; a plan by tokens has no schedule
+        ranks=ranks,
+        pipeline_parallel=stage_ranks,
+        pipeline_schedule=settings.pipeline_schedule,
+        pipeline_virtual_stages=settings.pipeline_virtual_stages,
+    )
     layers, stages = gpt_sizes(model)[0], stage_ranks * settings.pipeline_virtual_stages
     if layers < stages:
         raise UsageError(
@@ -213,7 +233,7 @@ def check_schedule_fits(plan: AnyPlan, settings: ParallelConfig) -> None:
         UsageError: with both numbers.
     """
     stage_ranks, window = plan.layout.pipeline_parallel, plan.micro_batches_per_window
-    if stage_ranks == 1 or window is None:
+    if stage_ranks == 1:
         return
     schedule, several = settings.pipeline_schedule, settings.pipeline_virtual_stages
     if schedule == "zero_bubble" and several < 2:
@@ -221,6 +241,8 @@ def check_schedule_fits(plan: AnyPlan, settings: ParallelConfig) -> None:
             f'parallel.pipeline_schedule = "zero_bubble" has several stages on each rank, and '
             f"parallel.pipeline_virtual_stages = {several}; set it to 2 or more"
         )
+    if window is None:
+        return
     if schedule == "1f1b" and window < stage_ranks:
         raise UsageError(
             f'parallel.pipeline_schedule = "1f1b" takes {stage_ranks} micro-batches or more, as many as '
@@ -254,4 +276,17 @@ def _check_what_is_cut(config: TrainConfig) -> None:
         raise UnsupportedError(
             f'precision.autocast = "float16" needs a loss scale, which this job keeps with '
             f'parallel.strategy = "ddp" alone, and it is "{config.parallel.strategy}"; set it to "bfloat16"'
+        )
+
+
+def _check_optimizer_of_parts(config: TrainConfig) -> None:
+    name, where = config.optimizer.name, f'parallel.strategy = "{config.parallel.strategy}"'
+    if name in _NOT_IN_PARTS:
+        raise UnsupportedError(
+            f"{where}: {name} {_NOT_IN_PARTS[name]}; take another optimizer, such as "
+            f'"AdamW", or parallel.strategy = "ddp"'
+        )
+    if config.optimizer.options.get("fused") and name not in FUSED_IN_PARTS:
+        raise UnsupportedError(
+            f"{where}: torch has no fused {name} for parameters in parts; leave optimizer.options.fused out"
         )

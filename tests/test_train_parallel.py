@@ -119,7 +119,6 @@ def test_a_run_in_parts_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     cases = {
         "fsdp": by_strategy(strategy="fsdp"),
         "tensor": by_strategy(strategy="fsdp", tensor_parallel=2),
-        "context": by_strategy(context_parallel=2),
     }
     for of_rank in run_ranks(train_and_resume, 4, str(tmp_path), cases, timeout_s=120):
         for name, (before, after, records, records_after) in of_rank.items():

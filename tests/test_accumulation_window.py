@@ -86,6 +86,17 @@ def test_a_few_micro_batches_are_added_up_as_they_are_unless_asked() -> None:
     assert float(wide.norm()) == pytest.approx(0.01, rel=1e-2)
 
 
+def test_to_ask_for_the_price_inside_an_update_changes_nothing_in_its_record() -> None:
+    model = net()
+    wider_last = [*model.parameters(), nn.Parameter(torch.zeros(1))]
+    window = UpdateWindow(model, torch.optim.SGD(wider_last, lr=0.1), OBJECTIVE)
+    with window.update(batches(2)) as update:
+        for batch in update:
+            update.backward(loss(model, batch))
+            window.traffic(2)
+    assert update.record.accumulated_in == "bfloat16"
+
+
 def test_a_failed_update_leaves_gradients_as_they_were_kept() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -87,9 +87,11 @@ class WideGradients:
             micro_batches: the most that any rank has in one window.
         """
         narrowest = self._note(dtypes)
-        if not self._asked and micro_batches <= MICRO_BATCHES_IN_OWN_DTYPE:
-            return None
-        return narrowest if narrowest in self._narrower else None
+        return narrowest if self._is_too_narrow(narrowest, micro_batches) else None
+
+    def _is_too_narrow(self, dtype: torch.dtype | None, micro_batches: float) -> bool:
+        counts = self._asked or micro_batches > MICRO_BATCHES_IN_OWN_DTYPE
+        return counts and dtype in self._narrower
 
     def _note(self, dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
         """The narrowest of ``dtypes``, which is told as what is added up in."""
@@ -128,7 +130,7 @@ class WideGradients:
         """Bytes of the gradients of ``parameters`` that this rank adds up in ``parameter.grad``."""
         held = 0
         for parameter in (one for one in parameters if one.requires_grad):
-            wide = self.wanted_for([parameter], micro_batches=micro_batches)
+            wide = self._is_too_narrow(parameter.dtype, micro_batches)
             dtype = self.dtype if wide else parameter.dtype
             held += on_this_rank(parameter).numel() * dtype.itemsize
         return held

@@ -210,8 +210,7 @@ class Ranks(ABC):
     def begin(self) -> None:
         """Note the engine's switches before the first micro-batch of an update."""
 
-    @abstractmethod
-    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
+    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:  # noqa: B027 - few ask
         """Take in what the ranks told each other: whether their micro-batches differ in number,
         how many ranks have none, and whether some rank needs a reset."""
 
@@ -238,24 +237,20 @@ class Ranks(ABC):
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """The scope of one forward and backward; holds the reduction back unless it belongs here."""
 
-    @abstractmethod
-    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
+    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027 - as above
         """Refuse, while it can still be rolled back, what the reduction at the end can't add up."""
 
-    @abstractmethod
-    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027 - as above
         """Do the one reduction of a window that was held back as a whole."""
 
-    @abstractmethod
-    def share_buffers(self) -> None:
+    def share_buffers(self) -> None:  # noqa: B027 - most leave buffers to each rank, and so does the window
         """Give every replica the buffers that the engine would have shared in its forward."""
 
     @abstractmethod
     def end(self, *, committed: bool) -> None:
         """Put the engine's switches back as :meth:`begin` found them; forget what was under way."""
 
-    @abstractmethod
-    def check_forward(self) -> None:
+    def check_forward(self) -> None:  # noqa: B027 - as above
         """Refuse before a backward that would not reduce although it should."""
 
     def gradients_written(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from wholebatch.errors import UnsupportedError
 from wholebatch.gradients import on_this_rank, total_norm
@@ -51,21 +51,6 @@ class SeveralRanks(Ranks):
 
     def lend(self, batch: Any, device: torch.device) -> Any:
         return self._totals.lend(batch, device)
-
-    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
-        pass
-
-    def check_forward(self) -> None:
-        pass
-
-    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
-        pass
-
-    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
-        pass
-
-    def share_buffers(self) -> None:
-        pass  # most engines leave buffers to each rank, and so does the window
 
 
 class SpreadRanks(SeveralRanks):

@@ -33,23 +33,8 @@ class SingleRank(Ranks):
     def begin(self) -> None:
         pass
 
-    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
-        pass
-
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         return _HOLDS_NOTHING_BACK
-
-    def check_forward(self) -> None:
-        pass
-
-    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
-        pass
-
-    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
-        pass
-
-    def share_buffers(self) -> None:
-        pass
 
     def end(self, *, committed: bool) -> None:
         pass

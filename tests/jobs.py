@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -189,6 +190,17 @@ def write_own(folder: Path) -> str:
     """A file with ``data`` and ``model``; the sections that name them begin with what is returned."""
     (folder / "own.py").write_text(OWN)
     return str(folder / "own.py")
+
+
+def check_same_ends(one: Path, other: Path) -> None:
+    """Two runs have the same evaluations, and wrote the same model and average."""
+    (_, evaluations), (_, other_evaluations) = told(one), told(other)
+    for here, there in zip(evaluations, other_evaluations, strict=True):
+        assert here["loss_per_item"] == pytest.approx(there["loss_per_item"], rel=1e-11)
+        assert (here["items"], here["samples"]) == (there["items"], there["samples"])
+    for name in ("model", "model-average"):
+        state, other_state = (torch.load(at / name / "model.pt", weights_only=True) for at in (one, other))
+        assert largest_difference(state, other_state) < 1e-11
 
 
 def on_forward(job: Job, number: int, act: Callable[[], Any], *, training: bool = True) -> None:

@@ -16,23 +16,17 @@ FLOORS = {
     "extras": 0,
     "files": 0,
     "whereabouts": 0,
+    "whole_numbers": 0,
     # arithmetic and paper, no torch
     "plan": 1,
     "layout": 1,
     "epochs": 1,
-    "schedule": 1,
     "order": 1,
     "packing": 1,
     "budget": 1,
-    "permutation": 1,
-    "mixing": 1,
-    "item_order": 1,
     "record": 1,
     "checkpoint_folder": 1,
-    "run_log": 1,
-    "run_reader": 1,
-    "run_resumption": 1,
-    "run_tail": 1,
+    "run_folder": 1,
     # tensors, one process
     "objective": 2,
     "losses": 2,
@@ -56,7 +50,6 @@ FLOORS = {
     "result": 4,
     "tally": 4,
     "snapshot": 4,
-    "coupled": 4,
     "resume": 4,
     # judges
     "oracle": 5,
@@ -65,10 +58,8 @@ FLOORS = {
     # faces
     "train": 6,
     "targets": 6,
-    "planner": 6,
     "report": 6,
     "cli": 6,
-    "adapters": 6,
     "__main__": 6,
 }
 TREE = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runs import tiny_tables
 from wholebatch.record import Evaluation, UpdateRecord
-from wholebatch.run_reader import Run, read_run
+from wholebatch.run_folder import Run, read_run
 from wholebatch.train.config import TrainConfig, config_from_dict
 from wholebatch.train.display import PlainDisplay
 from wholebatch.train.job import JobResult, run_job

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from wholebatch.permutation import Permutation
+from wholebatch.order.permutation import Permutation
 
 
 def values_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:

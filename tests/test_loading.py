@@ -33,8 +33,7 @@ from loading_data import (
 from wholebatch.budget import plan_token_budget
 from wholebatch.errors import JudgeError, PlanError, UsageError
 from wholebatch.loading import WindowLoader, pad_collate
-from wholebatch.mixing import MixedOrder, Source
-from wholebatch.order import SampleOrder
+from wholebatch.order import MixedOrder, SampleOrder, Source
 from wholebatch.plan import plan_batch
 
 FIXED = plan_batch(global_batch_samples=8, micro_batch_samples=3 - 1)

@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from loading_data import Ragged, Stream, cut, length_of, lengths_of, windows
 from wholebatch.budget import plan_token_budget
 from wholebatch.errors import PlanError, UsageError
-from wholebatch.item_order import ItemOrder
 from wholebatch.loading import WindowLoader
 from wholebatch.loading.parts import order_of
-from wholebatch.order import SampleOrder
+from wholebatch.order import ItemOrder, SampleOrder
 from wholebatch.plan import plan_batch
 from wholebatch.rows import pack_rows
 

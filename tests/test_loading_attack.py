@@ -19,12 +19,11 @@ from torch.utils.data import IterableDataset
 from loading_data import Bad, Ragged, StatefulStream, Stream, lengths_of, windows
 from wholebatch.budget import plan_token_budget
 from wholebatch.errors import JudgeError, PlanError, UsageError
-from wholebatch.item_order import ItemOrder
 from wholebatch.loading import WindowBatches, WindowLoader, pad_collate
 from wholebatch.loading.ahead import made_in_order
 from wholebatch.loading.twins import is_same
 from wholebatch.loading.unread import Unread
-from wholebatch.order import SampleOrder
+from wholebatch.order import ItemOrder, SampleOrder
 from wholebatch.plan import plan_batch
 
 FIXED = plan_batch(global_batch_samples=8, micro_batch_samples=2)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from house import ROOT
 from test_documents import blocks_of, environment
 from tiny_models import save_folder
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import read_run
 from wholebatch.train.models.huggingface import quiet
 
 pytestmark = pytest.mark.slow

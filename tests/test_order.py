@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from wholebatch.errors import PlanError
 from wholebatch.order import (
     ORDER_RULE,
-    STREAMS,
     SampleOrder,
     format_digest,
     random_numbers,
     sample_digest,
 )
+from wholebatch.order.samples import STREAMS
 from wholebatch.plan import plan_batch
 
 quick = settings(max_examples=150, deadline=None)

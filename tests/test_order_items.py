@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wholebatch import item_order
 from wholebatch.errors import PlanError
-from wholebatch.item_order import ItemOrder
-from wholebatch.order import Order, SampleOrder
-from wholebatch.permutation import Permutation
+from wholebatch.order import ItemOrder, Order, SampleOrder
+from wholebatch.order import items as item_order
+from wholebatch.order.permutation import Permutation
 
 quick = settings(max_examples=80, deadline=None)
 

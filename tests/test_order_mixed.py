@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from rounds import values_computed
 from wholebatch.errors import PlanError
-from wholebatch.mixing import MixedOrder, Source, whole_weights
 from wholebatch.order import Order, epoch_permutation
+from wholebatch.order.mixing import MixedOrder, Source, whole_weights
 
 quick = settings(max_examples=80, deadline=None)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rounds import values_computed
 from wholebatch.order import Order, SampleOrder, epoch_permutation
-from wholebatch.permutation import SORTED_VALUES
+from wholebatch.order.permutation import SORTED_VALUES
 
 RANKS = 100_000
 IMMENSE = SampleOrder(num_samples=10**12, global_batch_samples=8 * RANKS, seed=3)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rounds import values_computed
 from wholebatch.errors import PlanError
-from wholebatch.permutation import (
+from wholebatch.order.permutation import (
     LARGEST_DOMAIN,
     ROUNDS,
     SORTED_VALUES,

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from runs import a_header, a_record, an_evaluation
-from wholebatch import run_log
 from wholebatch.errors import RecordError
 from wholebatch.record import (
     LOCK_FILE,
@@ -33,8 +32,8 @@ from wholebatch.record import (
     package_versions,
     unsupervised_share,
 )
-from wholebatch.run_log import RunLog, only_writer, used_folder
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import RunLog, only_writer, read_run, used_folder
+from wholebatch.run_folder import log as run_log
 
 
 @pytest.fixture
@@ -503,7 +502,7 @@ def test_versions_of_what_is_not_there() -> None:
 
 
 def test_record_imports_no_torch() -> None:
-    code = "import sys, wholebatch.run_log, wholebatch.run_reader; sys.exit('torch' in sys.modules)"
+    code = "import sys, wholebatch.run_folder; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -15,8 +15,7 @@ import pytest
 from runs import a_header, a_record, a_resumption, an_evaluation
 from wholebatch.errors import RecordError
 from wholebatch.record import RunEnd
-from wholebatch.run_log import RunLog
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import RunLog, read_run
 
 
 def contents(folder: Path) -> dict[str, bytes]:

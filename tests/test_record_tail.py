@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from runs import a_header, a_record, a_resumption, an_evaluation
-from wholebatch import run_tail
 from wholebatch.errors import RecordError
-from wholebatch.run_log import RunLog
-from wholebatch.run_tail import RunTail
+from wholebatch.run_folder import RunLog, RunTail
+from wholebatch.run_folder import tail as run_tail
 
 
 def updates_of(tail: RunTail) -> list[int]:

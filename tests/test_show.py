@@ -21,8 +21,7 @@ from wholebatch.report.curves import BARS, loss_curve, sparkline, unsupervised_l
 from wholebatch.report.run_view import ledger_line, render_run, value_words
 from wholebatch.report.show import show
 from wholebatch.report.summary import run_summary
-from wholebatch.run_log import RunLog
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import RunLog, read_run
 
 
 @pytest.fixture

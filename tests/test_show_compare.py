@@ -18,8 +18,7 @@ from wholebatch.report.compare import AXES, compare_runs
 from wholebatch.report.compare_view import render_comparison
 from wholebatch.report.curves import points_of, two_curves
 from wholebatch.report.show import show
-from wholebatch.run_log import RunLog
-from wholebatch.run_reader import Run, read_run
+from wholebatch.run_folder import Run, RunLog, read_run
 
 DATA = {"name": "topics", "train_samples": 3147}
 

@@ -17,8 +17,7 @@ from wholebatch.errors import RecordError
 from wholebatch.report import follow as follow_module
 from wholebatch.report.follow import follow, panel, update_line
 from wholebatch.report.show import show
-from wholebatch.run_log import RunLog
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import RunLog, read_run
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from runs import write_tiny
 from wholebatch.errors import JudgeError, PlanError, RecordError, UsageError
 from wholebatch.loading.reading import micro_batch
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import read_run
 from wholebatch.train.command import train as train_command
 from wholebatch.train.config import TrainConfig, config_from_dict, config_text
 from wholebatch.train.evaluate import evaluate

@@ -9,7 +9,7 @@ import pytest
 from jobs import write_own
 from runs import write_tiny
 from test_train_processes import TWO_RANKS, finish
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import read_run
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ import pytest
 
 from jobs import write_own
 from runs import write_tiny
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import read_run
 
 pytestmark = pytest.mark.slow
 

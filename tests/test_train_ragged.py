@@ -19,9 +19,9 @@ from runs import tiny_tables, write_tiny
 from wholebatch.budget import BudgetPlan
 from wholebatch.cli import app
 from wholebatch.errors import JudgeError, UsageError
-from wholebatch.item_order import ItemOrder
+from wholebatch.order import ItemOrder
 from wholebatch.packing import CostModel
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import read_run
 from wholebatch.train.config import config_from_dict, load_config
 from wholebatch.train.data import load_data
 from wholebatch.train.measure import Timed, fit_cost, measure_cost

@@ -37,8 +37,7 @@ from runs import write_tiny
 from wholebatch.errors import CheckpointError, RecordError, UsageError
 from wholebatch.record import ABANDONED_FILE, RECORDS_FILE
 from wholebatch.resume import Checkpoints
-from wholebatch.run_log import only_writer
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import only_writer, read_run
 from wholebatch.train import training as training_module
 from wholebatch.train.command import train as train_command
 from wholebatch.train.config import TrainConfig, config_from_dict, config_text

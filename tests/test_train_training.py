@@ -39,8 +39,7 @@ from wholebatch.errors import CheckpointError, JudgeError, RecordError
 from wholebatch.objective import counted_loss
 from wholebatch.record import Evaluation, UpdateRecord
 from wholebatch.report.output import OutputClosedError
-from wholebatch.run_log import RunLog
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import RunLog, read_run
 from wholebatch.train import signals
 from wholebatch.train.advice import with_the_command
 from wholebatch.train.config import TrainConfig, config_from_dict

@@ -18,8 +18,7 @@ from runs import a_header, a_record
 from wholebatch.errors import WindowUsageError
 from wholebatch.objective import counted_loss
 from wholebatch.report.run_view import render_run
-from wholebatch.run_log import RunLog
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import RunLog, read_run
 from wholebatch.verify import verify_window
 from wholebatch.window import UpdateWindow
 

@@ -16,7 +16,7 @@ from typing import Any, get_args
 from numpy.typing import NDArray
 
 from wholebatch.errors import PlanError
-from wholebatch.layout import Layout, one_of, set_whole_numbers, whole_number
+from wholebatch.layout import Layout
 from wholebatch.packing import (
     Called,
     CostModel,
@@ -28,6 +28,7 @@ from wholebatch.packing import (
     pack,
 )
 from wholebatch.plan import BatchPlan, Tail
+from wholebatch.whole_numbers import one_of, set_whole_numbers, whole_number
 
 # Of either plan: up to so many micro-batches of a window, gradients of bfloat16 and float16 parameters are
 # added up in their own dtype, which costs less than what each is rounded by; more of them in float32.

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from wholebatch.errors import PlanError
-from wholebatch.layout import one_of, set_whole_numbers, whole_number
 from wholebatch.plan import BatchPlan, Tail
+from wholebatch.whole_numbers import one_of, set_whole_numbers, whole_number
 
 Unit = Literal["updates", "samples"]
 IntervalName = Literal["warmup", "log", "evaluation", "save"]

@@ -15,14 +15,11 @@ from math import prod
 from typing import Any, Literal, get_args
 
 from wholebatch.errors import PlanError
-from wholebatch.layout import (
-    Layout,
-    PipelineSchedule,
+from wholebatch.layout import Layout, PipelineSchedule, pipeline_misfit, rank_misfit
+from wholebatch.whole_numbers import (
     nearest_multiples,
     one_of,
     or_list,
-    pipeline_misfit,
-    rank_misfit,
     set_whole_numbers,
     show_remainder,
     whole_number,

@@ -10,8 +10,8 @@ A run folder holds::
     abandoned.jsonl     what was made after the checkpoint that a resumption came back to
 
 Everything here is plain data and imports no torch, so that a log can be read on any machine. Within
-one schema version keys may be added, and a reader ignores those that it does not know. ``run_log``
-writes such a folder, ``run_reader`` reads it.
+one schema version keys may be added, and a reader ignores those that it does not know.
+``wholebatch.run_folder`` writes and reads such a folder.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from wholebatch.checkpoint_folder import DigestingFile
 from wholebatch.files import UNFINISHED
 from wholebatch.finish import Finish
 from wholebatch.resume.checkpoints import Checkpoints
-from wholebatch.run_log import RunLog
+from wholebatch.run_folder import RunLog
 from wholebatch.train import evaluate, job, signals, training
 from wholebatch.train.data.store import TokenSamples
 from wholebatch.train.models.gpt import GPT

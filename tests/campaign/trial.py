@@ -21,7 +21,7 @@ from wholebatch import checkpoint_folder as disk
 from wholebatch import errors
 from wholebatch.ranks.together import ContactLostError
 from wholebatch.record import HEADER_FILE, LOCK_FILE
-from wholebatch.run_reader import Run, read_run
+from wholebatch.run_folder import Run, read_run
 
 TIMEOUT_S = 90.0
 CHECKPOINT_FILES = ("model.pt", "optimizers.pt", "rest.pt")

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import UsageError
-from wholebatch.layout import whole_number
 from wholebatch.loading.bound import Bound
 from wholebatch.loading.checks import check_data_set, check_order, check_unused, num_samples_of
 from wholebatch.loading.lengths import CutShort, PackAlone, checked_numbers, refuse_too_long
@@ -22,6 +21,7 @@ from wholebatch.loading.reading import Collate, MapReader, Samples
 from wholebatch.loading.sources import MapSource, StreamSource
 from wholebatch.loading.stream import Share
 from wholebatch.order import Order
+from wholebatch.whole_numbers import whole_number
 
 Numbers = Sequence[int] | Callable[[Any], int]
 

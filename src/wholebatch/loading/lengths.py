@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from wholebatch.budget import BudgetPlan
 from wholebatch.errors import PlanError, UsageError
-from wholebatch.layout import whole_number
 from wholebatch.loading.reading import Chosen, naming
+from wholebatch.whole_numbers import whole_number
 
 
 def checked_numbers(name: str, numbers: Any, num_samples: int) -> NDArray[np.integer]:

@@ -8,12 +8,12 @@ from typing import Any, Literal, get_args
 
 from wholebatch.budget import AnyPlan
 from wholebatch.errors import UsageError
-from wholebatch.layout import one_of, whole_number
 from wholebatch.loading.arguments import Arguments, cut_short_of, replica_of, source_of
 from wholebatch.loading.batches import WindowBatches, check_pinning, pinned
 from wholebatch.loading.checks import check_plan, check_state
 from wholebatch.loading.sources import MapSource, StreamSource
 from wholebatch.order import Order
+from wholebatch.whole_numbers import one_of, whole_number
 
 OnBadSample = Literal["raise", "skip"]
 

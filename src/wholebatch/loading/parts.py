@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import UsageError
-from wholebatch.item_order import ItemOrder
 from wholebatch.loading.reading import Part, Samples
-from wholebatch.order import Order, ReplicaShare, SampleOrder
+from wholebatch.order import ItemOrder, Order, ReplicaShare, SampleOrder
 
 
 class _Cut(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import UnsupportedError, UsageError
-from wholebatch.layout import whole_number
 from wholebatch.loading.ahead import made_in_order
 from wholebatch.loading.batches import WindowBatches
 from wholebatch.loading.bound import Bound
@@ -23,6 +22,7 @@ from wholebatch.loading.twins import refusing_twins
 from wholebatch.loading.unread import Unread
 from wholebatch.order import format_digest, sample_digest
 from wholebatch.replay import random_state_kept
+from wholebatch.whole_numbers import whole_number
 
 # Samples that a worker reads from its copy of a stream before the next worker has its turn.
 _BLOCK_SAMPLES = 16

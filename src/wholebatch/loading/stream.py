@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from torch.utils.data import get_worker_info
 
 from wholebatch.errors import JudgeError, UsageError
-from wholebatch.layout import whole_number
 from wholebatch.loading.reading import naming, seed_for
 from wholebatch.order import ReplicaShare
 from wholebatch.replay import random_state_kept
+from wholebatch.whole_numbers import whole_number
 
 
 class Block(NamedTuple):

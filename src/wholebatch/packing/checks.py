@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wholebatch.errors import PlanError
-from wholebatch.layout import LARGEST_NUMBER, one_of, whole_number
 from wholebatch.packing.cost import Whole
+from wholebatch.whole_numbers import LARGEST_NUMBER, one_of, whole_number
 
 TooLong = Literal["refuse", "alone", "truncate"]
 

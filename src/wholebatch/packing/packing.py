@@ -17,7 +17,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from wholebatch.layout import one_of, whole_number
 from wholebatch.packing.checks import (
     Called,
     TooLong,
@@ -30,6 +29,7 @@ from wholebatch.packing.cost import CostModel, Whole, checked_cost, in_whole_num
 from wholebatch.packing.packed import fewest_rows, packed_candidates
 from wholebatch.packing.padded import fewest_cuts, padded_candidates
 from wholebatch.packing.wanted import Candidate, Wanted
+from wholebatch.whole_numbers import one_of, whole_number
 
 Rows = Literal["padded", "packed"]
 

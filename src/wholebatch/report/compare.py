@@ -15,7 +15,7 @@ from wholebatch.record import Evaluation, Resumption, RunHeader, UpdateRecord
 from wholebatch.report.curves import Point, points_of
 from wholebatch.report.summary import run_summary
 from wholebatch.report.words import flat
-from wholebatch.run_reader import Run
+from wholebatch.run_folder import Run
 
 # Of the JSON of ``wholebatch show A B``.
 SCHEMA_VERSION = 1

@@ -16,8 +16,7 @@ from wholebatch.report.curves import loss_curve, unsupervised_line
 from wholebatch.report.run_view import CURVE_COLUMNS, heading, ledger_line, number, recent_table, title
 from wholebatch.report.summary import LAST_UPDATES_SHOWN
 from wholebatch.report.words import evaluation_words, number_of, printable, skip_words
-from wholebatch.run_reader import Run, read_run
-from wholebatch.run_tail import RunTail
+from wholebatch.run_folder import Run, RunTail, read_run
 
 POLL_S = 0.5
 # The panel fits into a terminal of 24 lines.

@@ -13,7 +13,7 @@ from wholebatch.record import Resumption, RunHeader, UpdateRecord
 from wholebatch.report.curves import loss_curve, unsupervised_line
 from wholebatch.report.summary import LAST_UPDATES_SHOWN, run_summary
 from wholebatch.report.words import number_of, printable, skip_words
-from wholebatch.run_reader import Run
+from wholebatch.run_folder import Run
 
 CURVE_COLUMNS, CURVE_LINES = 64, 6
 EVALUATIONS_SHOWN = 8

@@ -18,7 +18,7 @@ from wholebatch.report.output import OutputConsole, text_stream, write_json
 from wholebatch.report.run_view import number, render_run
 from wholebatch.report.summary import SCHEMA_VERSION, run_summary
 from wholebatch.report.words import number_of, printable
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import read_run
 
 
 def show(

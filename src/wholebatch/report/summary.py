@@ -9,7 +9,7 @@ from typing import Any
 
 from wholebatch.checkpoint_folder import damage_in, facts_in
 from wholebatch.record import UpdateRecord, unsupervised_share
-from wholebatch.run_reader import Run
+from wholebatch.run_folder import Run
 
 LAST_UPDATES_SHOWN = 5
 # Of the JSON of ``wholebatch show`` and ``wholebatch train``.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from wholebatch.errors import UsageError
 from wholebatch.report.output import OutputConsole, text_stream, write_json
 from wholebatch.report.summary import SCHEMA_VERSION, run_summary
-from wholebatch.run_reader import read_run
+from wholebatch.run_folder import read_run
 from wholebatch.train.config import config_text, load_config
 from wholebatch.train.display import choose_display
 from wholebatch.train.resuming import Earlier, earlier_of_restart, find_earlier, settings_of

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from wholebatch.errors import UsageError
-from wholebatch.layout import LARGEST_NUMBER
 from wholebatch.train.settings import BatchConfig, TrainConfig, default_warmup_updates
+from wholebatch.whole_numbers import LARGEST_NUMBER
 
 Tables = dict[str, Any]
 # Keys of [batch] of which one is given: the first has a default, which the other takes the place of.

@@ -7,7 +7,7 @@ from typing import Any
 
 from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.epochs import EpochLedger
-from wholebatch.item_order import ItemOrder
+from wholebatch.order import ItemOrder
 from wholebatch.record import Resumption, RunHeader
 from wholebatch.report.budget_ledger import budget_text
 from wholebatch.report.ledger import plan_findings, plan_text

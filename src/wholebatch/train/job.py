@@ -23,7 +23,7 @@ from wholebatch.report.output import OutputClosedError
 from wholebatch.report.run_view import changes_words
 from wholebatch.report.words import number_of
 from wholebatch.resume import Checkpoints
-from wholebatch.run_log import RunLog, only_writer, used_folder
+from wholebatch.run_folder import RunLog, only_writer, used_folder
 from wholebatch.train import facts
 from wholebatch.train.advice import how_to_resume
 from wholebatch.train.display import Display

@@ -11,11 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wholebatch.budget import AnyPlan, BudgetPlan, plan_token_budget
 from wholebatch.errors import UsageError
-from wholebatch.item_order import ItemOrder
 from wholebatch.loading.parts import order_of
 from wholebatch.loading.reading import read_samples
 from wholebatch.objective import LossSum
-from wholebatch.order import ORDER_RULE, SampleOrder
+from wholebatch.order import ORDER_RULE, ItemOrder, SampleOrder
 from wholebatch.packing import CostModel
 from wholebatch.plan import plan_batch
 from wholebatch.replay import seed_all

@@ -13,8 +13,8 @@ from typing import Any
 from wholebatch.checkpoint_folder import checkpoint_paths, update_of
 from wholebatch.errors import RecordError, UsageError
 from wholebatch.record import HEADER_FILE
-from wholebatch.run_reader import Run, read_run
-from wholebatch.run_resumption import number_of_resumption
+from wholebatch.run_folder import Run, read_run
+from wholebatch.run_folder.resumption import number_of_resumption
 from wholebatch.train.config import config_from_dict, with_changes
 from wholebatch.train.settings import TrainConfig
 

@@ -19,7 +19,7 @@ from wholebatch.ranks.together import ContactLostError
 from wholebatch.record import EndReason, Evaluation, UpdateRecord
 from wholebatch.report.output import OutputClosedError
 from wholebatch.resume import Checkpoints, Found
-from wholebatch.run_log import RunLog
+from wholebatch.run_folder import RunLog
 from wholebatch.train.advice import is_out_of_memory, memory_advice, with_the_command
 from wholebatch.train.average import make_average
 from wholebatch.train.display import Display

@@ -35,8 +35,8 @@ from wholebatch.record import (
     UpdateRecord,
     json_text,
 )
-from wholebatch.run_reader import is_still_empty
-from wholebatch.run_resumption import come_back_to, not_written
+from wholebatch.run_folder.reader import is_still_empty
+from wholebatch.run_folder.resumption import come_back_to, not_written
 
 # What a file system answers that has no such locks.
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}

@@ -18,7 +18,7 @@ from wholebatch.record import (
     Resumption,
     UpdateRecord,
 )
-from wholebatch.run_reader import (
+from wholebatch.run_folder.reader import (
     Run,
     T,
     broken_order,

@@ -1,4 +1,4 @@
-"""Which sample comes when: the same update sees the same samples under any (m, A, D).
+"""The order of one data set, in global batches of so many samples.
 
     global_batch(position) = shuffle(epoch) of the places offset to offset + global_batch_samples - 1
     epoch, offset          = divmod(position, samples_per_epoch)
@@ -6,7 +6,7 @@
 A position is a number of samples consumed since the start of training, so it means the same under
 every split. The global batch is cut into one run of neighbours for each replica, and that into
 micro-batches; changing m, A or D moves the cuts and nothing else. The shuffle is computed place by place
-(`wholebatch.permutation`): no list of samples is held or sent to anybody, however many there are.
+(`wholebatch.order.permutation`): no list of samples is held or sent to anybody, however many there are.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from wholebatch.epochs import EpochCut, cut_epoch
 from wholebatch.errors import PlanError
-from wholebatch.layout import one_of, or_list, set_whole_numbers, show_remainder, whole_number
-from wholebatch.permutation import GOLDEN_RATIO, Permutation, draw_permutation, mix64
+from wholebatch.order.permutation import GOLDEN_RATIO, Permutation, draw_permutation, mix64
 from wholebatch.plan import Tail
+from wholebatch.whole_numbers import one_of, or_list, set_whole_numbers, show_remainder, whole_number
 
 # Names how (seed, epoch) becomes an order. A run goes on in the same order only under the same rule; it
 # gets another name whenever any order of any size changes.

@@ -24,7 +24,7 @@ from wholebatch.record import (
     Resumption,
     json_text,
 )
-from wholebatch.run_reader import Run, broken_order, bytes_of, parsed_lines, read_run
+from wholebatch.run_folder.reader import Run, broken_order, bytes_of, parsed_lines, read_run
 
 
 def come_back_to(folder: Path, resumption: Resumption) -> None:

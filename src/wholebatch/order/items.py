@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wholebatch.errors import PlanError
-from wholebatch.layout import or_list, set_whole_numbers, whole_number
-from wholebatch.order import ReplicaShare, epoch_ids
+from wholebatch.order.samples import ReplicaShare, epoch_ids
+from wholebatch.whole_numbers import or_list, set_whole_numbers, whole_number
 
 # Updates whose ends are remembered: a loader asks for one a few times, and then for the next.
 _KNOWN_ENDS = 256

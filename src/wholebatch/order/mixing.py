@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wholebatch.errors import PlanError
-from wholebatch.layout import or_list, set_whole_numbers, whole_number
-from wholebatch.order import ReplicaShare, epoch_permutation
+from wholebatch.order.samples import ReplicaShare, epoch_permutation
+from wholebatch.whole_numbers import or_list, set_whole_numbers, whole_number
 
 # A weight is read as the nearest fraction with a denominator up to here: 0.1 is one tenth.
 _LARGEST_DENOMINATOR = 10**6

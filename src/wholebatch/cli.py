@@ -4,19 +4,15 @@ Exit codes everywhere: 0 done, 1 a negative verdict, 2 usage, 3 could not judge 
 ended by SIGHUP, 130 interrupted, 141 the output was closed, 143 ended by SIGTERM; torchrun turns all but
 0 into 1. Every command takes ``--json FILE`` or ``--json -``.
 Nothing heavy is imported before a command needs it, so that ``wholebatch plan`` answers without torch.
-
-Longer than 400 lines because every option of every command is declared here, one a line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from collections.abc import Sequence
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -28,10 +24,6 @@ from wholebatch.report.output import (
     tell_error,
     told_when_not_written,
 )
-
-if TYPE_CHECKING:
-    from wholebatch.epochs import IntervalName, Unit
-    from wholebatch.plan import BatchPlan
 
 INTERRUPTED = 130
 
@@ -174,83 +166,9 @@ def plan(
 ) -> int:
     """Plan a global batch: derive what is missing, refuse a remainder."""
     given = dict(locals())  # the options under their names, which are plan_batch's own
-    from wholebatch.plan import plan_batch
+    from wholebatch.report.planned import plan_command
 
-    intervals = _intervals(given)
-    made = plan_batch(**{name: given[name] for name in signature(plan_batch).parameters})
-    return _show_plan(
-        made,
-        dataset_samples=dataset_samples,
-        epochs=epochs,
-        intervals=intervals,
-        against=against,
-        json_target=json_target,
-    )
-
-
-def _intervals(given: dict[str, Any]) -> dict[IntervalName, tuple[int, Unit]]:
-    """Gather ``--log-updates 10`` and its like; PlanError where one is given in both units."""
-    found: dict[IntervalName, tuple[int, Unit]] = {}
-    names: tuple[IntervalName, ...] = ("warmup", "log", "evaluation", "save")
-    for name in names:
-        updates, samples = given[f"{name}_updates"], given[f"{name}_samples"]
-        if updates is not None and samples is not None:
-            raise PlanError(
-                f"--{name}-updates {updates} and --{name}-samples {samples} set one thing twice; give one"
-            )
-        if updates is not None:
-            found[name] = (updates, "updates")
-        elif samples is not None:
-            found[name] = (samples, "samples")
-    return found
-
-
-def _show_plan(
-    made: BatchPlan,
-    *,
-    dataset_samples: int | None,
-    epochs: int | None,
-    intervals: dict[IntervalName, tuple[int, Unit]],
-    against: str | None,
-    json_target: str | None,
-) -> int:
-    from wholebatch.epochs import EpochLedger, compare_plans, resolve_interval
-    from wholebatch.report.ledger import plan_document, plan_text
-    from wholebatch.report.output import text_stream, write_json
-
-    if epochs is not None and dataset_samples is None:
-        raise PlanError(f"--epochs {epochs} needs --dataset-samples: how many samples make an epoch?")
-    passes, data = 1 if epochs is None else epochs, dataset_samples
-    extras: dict[str, Any] = {
-        "epochs": None if data is None else EpochLedger(plan=made, dataset_samples=data, epochs=passes),
-        "intervals": [
-            resolve_interval(made, name, number, unit, dataset_samples=data)
-            for name, (number, unit) in intervals.items()
-        ],
-    }
-    if against is not None:
-        other = _other_plan(against, made)
-        extras["comparison"] = compare_plans(
-            made, other, dataset_samples=data, epochs=passes, intervals=intervals
-        )
-    text_stream(json_target).write(plan_text(made, **extras))
-    write_json(plan_document(made, **extras), json_target)
-    return 0
-
-
-def _other_plan(against: str, made: BatchPlan) -> BatchPlan:
-    """Read ``mxAxD`` as a plan with the same degrees, items per sample and tail as ``made``."""
-    from dataclasses import replace
-
-    if not re.fullmatch(r"[0-9]{1,99}x[0-9]{1,99}x[0-9]{1,99}", against):
-        raise PlanError(
-            f"--against {against!r} is not micro-batch samples x micro-batches x replicas, such as 4x8x2"
-        )
-    micro_batch, window, replicas = (int(number) for number in against.split("x"))
-    layout = replace(made.layout, ranks=replicas * made.layout.ranks_per_replica)
-    return replace(
-        made, layout=layout, micro_batch_samples=micro_batch, micro_batches_per_window=window, assumed=()
-    )
+    return plan_command(given)
 
 
 TRAIN_EPILOG = """\b

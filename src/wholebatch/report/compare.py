@@ -1,65 +1,31 @@
-"""Two runs beside each other: first where their updates differ, then their losses on one axis.
+"""Two runs beside each other: where they differ, the samples they share, and their losses on one axis.
 
-Nothing here is drawn; ``compare_view`` does that.
+Nothing here is drawn; ``compare_view`` does that. ``differences`` looks for what is not the same.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
-from wholebatch.record import Evaluation, Resumption, RunHeader, UpdateRecord
+from wholebatch.record import Evaluation, UpdateRecord
 from wholebatch.report.curves import Point, points_of
+from wholebatch.report.differences import Difference, differences_of
 from wholebatch.report.summary import run_summary
-from wholebatch.report.words import flat
 from wholebatch.run_folder import Run
 
 # Of the JSON of ``wholebatch show A B``.
 SCHEMA_VERSION = 1
 Axis = Literal["samples", "items", "updates", "seconds"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-# How much a difference matters, the most first.
-Kind = Literal["losses", "updates", "training", "split"]
 CURVE_COLUMNS = 64
 # Two evaluations are beside each other where they are this near, of the axis of the shorter run.
 _BESIDE = 0.02
 # Samples of two runs are of other sizes where their items differ by more than this.
 _OTHER_SIZE = 0.1
-# Told as what they are, or of no consequence.
-_SETTINGS_TOLD_ELSEWHERE = {
-    "run.folder",
-    "run.seed",
-    "batch.global_batch_samples",
-    "batch.global_batch_items",
-    "batch.micro_batch_samples",
-    "batch.tokens_per_micro_batch",
-    "batch.tokens_alone",
-    "batch.rows",
-    "batch.cost_per_micro_batch",
-    "batch.cost_per_position",
-    "batch.cost_per_position_and_length",
-    "batch.tail",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """Something that is not the same in two runs.
-
-    Args:
-        kind: what it makes different: the meaning of the losses, the updates, how they train, or only
-            how an update is split and rounded.
-        name: what it is.
-        first, second: what it is in each run, as plain data.
-    """
-
-    kind: Kind
-    name: str
-    first: Any
-    second: Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +108,7 @@ def compare_runs(first: Run, second: Run, *, by: str | None = None) -> Compariso
         first, second: the runs.
         by: one of ``AXES``; None for samples, or items where the samples of the two are of other sizes.
     """
-    differences = list(_differences(first, second))
+    differences = list(differences_of(first, second))
     kinds = {d.kind for d in differences}
     axis, why = (_known_axis(by), "as asked") if by is not None else _fitting_axis(first, second)
     values = _axis_values(first.records, axis), _axis_values(second.records, axis)
@@ -164,142 +130,6 @@ def compare_runs(first: Run, second: Run, *, by: str | None = None) -> Compariso
         curves=curves,
         evaluations=_beside(first, second, values, ends),
     )
-
-
-def _differences(first: Run, second: Run) -> Iterator[Difference]:
-    """Where two runs differ, what matters most first."""
-    a, b = first.header, second.header
-
-    def differing(kind: Kind, name: str, one: Any, other: Any) -> Iterator[Difference]:
-        if one != other:
-            yield Difference(kind=kind, name=name, first=one, second=other)
-
-    def facts(
-        kind: Kind, name: str, one: dict[str, Any], other: dict[str, Any], wanted: Callable[[str], bool]
-    ) -> Iterator[Difference]:
-        for key in dict.fromkeys([*one, *other]):
-            if wanted(key):
-                words = f"{name}{key.replace('_', ' ')}" if name else key
-                yield from differing(kind, words, one.get(key), other.get(key))
-
-    def no_vocabulary(key: str) -> bool:
-        return not _is_vocabulary(key) and key.partition(".")[0] not in ("rows", "rows_probe")
-
-    parts = _parts(first), _parts(second)
-    settings = _settings(parts[0]), _settings(parts[1])
-    layouts = _layout(parts[0]), _layout(parts[1])
-
-    def split(name: str, attribute: str) -> Iterator[Difference]:
-        one, other = (_told([(p.begins, getattr(p.facts, attribute)) for p in each]) for each in parts)
-        yield from differing("split", name, one, other)
-
-    yield from differing("losses", "divided by", a.normalisation, b.normalisation)
-    moved = _other_name_alone(a.dataset, b.dataset)
-    yield from facts("training" if moved else "losses", "data: ", a.dataset, b.dataset, lambda _key: True)
-    yield from facts("losses", "model: ", a.model, b.model, _is_vocabulary)
-    yield from facts("losses", "", *settings, _is_vocabulary)
-    yield from differing("updates", "global batch, samples", a.global_batch_samples, b.global_batch_samples)
-    yield from differing(
-        "updates", "global batch, items at most", a.global_batch_items, b.global_batch_items
-    )
-    yield from differing("updates", "tail", a.tail, b.tail)
-    yield from differing("updates", "weighting", _weighting(first), _weighting(second))
-    yield from _other_items(first, second)
-    yield from facts("training", "seed: ", a.seeds, b.seeds, lambda _key: True)
-    yield from facts("training", "model: ", a.model, b.model, no_vocabulary)
-    yield from facts(
-        "training",
-        "",
-        *settings,
-        lambda key: no_vocabulary(key) and key not in _SETTINGS_TOLD_ELSEWHERE,
-    )
-    yield from split("precision", "precision")
-    if all(wide := (_added_up_in(first), _added_up_in(second))):
-        yield from differing("split", "added up in", *wide)
-    yield from split("m, samples of a micro-batch", "micro_batch_samples")
-    yield from split("A, micro-batches of a window", "micro_batches_per_window")
-    yield from split("tokens of a micro-batch at most", "tokens_per_micro_batch")
-    yield from split("rows", "rows")
-    yield from split("D, replicas", "replicas")
-    yield from facts("split", "", *settings, lambda key: key.startswith("batch.cost_"))
-    yield from facts("split", "layout: ", *layouts, lambda _key: True)
-    yield from facts("split", "version: ", dict(a.versions), dict(b.versions), lambda _key: True)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """A run from one start to the next: its beginning, or a resumption.
-
-    Args:
-        begins: attempted updates before it.
-        facts: the split, layout and precision that it had.
-        settings: that it had, by dotted name.
-    """
-
-    begins: int
-    facts: RunHeader | Resumption
-    settings: dict[str, Any]
-
-
-def _parts(run: Run) -> list[_Part]:
-    """The parts of a run of which updates are left: what a resumption abandoned is none."""
-    parts = [_Part(begins=0, facts=run.header, settings=flat(run.header.settings))]
-    settings = parts[0].settings
-    for each in run.resumptions:
-        changed = {name: pair[-1] for name, pair in each.changed_settings.items()}
-        dropped = {name for name in settings for key in changed if name.startswith(f"{key}.")}
-        settings = {name: settings[name] for name in settings if name not in dropped} | flat(changed)
-        parts = [part for part in parts if part.begins < each.updates_attempted]
-        parts.append(_Part(begins=each.updates_attempted, facts=each, settings=settings))
-    return parts
-
-
-def _settings(parts: Sequence[_Part]) -> dict[str, Any]:
-    names = dict.fromkeys(name for part in parts for name in part.settings)
-    return {name: _told([(part.begins, part.settings.get(name)) for part in parts]) for name in names}
-
-
-def _layout(parts: Sequence[_Part]) -> dict[str, Any]:
-    names = dict.fromkeys(name for part in parts for name in part.facts.layout)
-    return {name: _told([(part.begins, part.facts.layout.get(name)) for part in parts]) for name in names}
-
-
-def _told(values: Sequence[tuple[int, Any]]) -> Any:
-    """A value that stayed the same as it is; one that a resumption changed in words, with the updates."""
-    changes = [pair for index, pair in enumerate(values) if not index or pair[1] != values[index - 1][1]]
-    first, *others = changes
-    if not others:
-        return first[1]
-    return ", ".join([str(first[1]), *(f"{value} after update {begins:,}" for begins, value in others)])
-
-
-def _other_name_alone(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two data sets have another name, such as a path, and the same of everything counted."""
-    counted = ("train_items", "held_out_items")
-    rest = [{key: value for key, value in each.items() if key != "name"} for each in (one, other)]
-    return rest[0] == rest[1] and all(one.get(key) is not None for key in counted) and one != other
-
-
-def _is_vocabulary(key: str) -> bool:
-    return "vocab" in key or "tokenizer" in key
-
-
-def _weighting(run: Run) -> str:
-    means = any(r.weighting == "micro_batch_means" for r in run.records)
-    return "micro_batch_means, not equal to the big batch" if means else "items"
-
-
-def _added_up_in(run: Run) -> str:
-    return ", ".join(dict.fromkeys(r.accumulated_in for r in run.records if r.accumulated_in))
-
-
-def _other_items(first: Run, second: Run) -> Iterator[Difference]:
-    """N of the first update in which it differs though its samples are the same."""
-    for a, b in zip(first.records, second.records, strict=False):
-        if a.sample_digest and a.sample_digest == b.sample_digest and a.items != b.items:
-            name = f"items of update {a.updates_attempted:,}"
-            yield Difference(kind="losses", name=name, first=a.items, second=b.items)
-            return
 
 
 def _same_samples(first: Run, second: Run) -> str:

@@ -9,8 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from wholebatch.report.compare import CURVE_COLUMNS, Comparison, Difference, EvaluationPair, Kind
+from wholebatch.report.compare import CURVE_COLUMNS, Comparison, EvaluationPair
 from wholebatch.report.curves import MARKS, two_curves
+from wholebatch.report.differences import Difference, Kind
 from wholebatch.report.run_view import columns, heading, number, pairs, value_words
 from wholebatch.report.summary import run_summary
 from wholebatch.report.words import number_of, printable

@@ -1,7 +1,8 @@
 """What a checkpoint holds, on which edge it is made, and how a run resumes from it.
 
 ``checkpoints.py`` has the class. ``contents.py`` takes the state out of a run and puts it back,
-``sharded.py`` writes what the ranks hold in parts; the folder on disk is ``checkpoint_folder``'s.
+``refusals.py`` says what does not fit, ``sharded.py`` and ``stages.py`` write what the ranks hold in parts;
+the folder on disk is ``checkpoint_folder``'s.
 """
 
 from __future__ import annotations

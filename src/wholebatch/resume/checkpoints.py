@@ -8,15 +8,14 @@ fails on one rank ends on all of them.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,24 +25,27 @@ from wholebatch.checkpoint_folder import CheckpointFacts, DamageError
 from wholebatch.errors import (
     CheckpointError,
     PoisonedWindowError,
-    StaleGradientsError,
     UsageError,
     WindowUsageError,
 )
-from wholebatch.gradients import own_parameters
 from wholebatch.ranks.together import Together
 from wholebatch.replay import RandomState
 from wholebatch.resume.contents import (
+    Contents,
     TrainingParts,
     filled,
     put_back,
-    refuse_misfit,
     take,
     targets_apart,
 )
 from wholebatch.resume.io import explained, read_file
-from wholebatch.resume.one_rank import refuse_state_of_one_rank
 from wholebatch.resume.randomness import packed, restore
+from wholebatch.resume.refusals import (
+    GLOBAL_BATCH,
+    refuse_state_of_one_rank,
+    refuse_to_load,
+    refuse_to_save,
+)
 from wholebatch.resume.sharded import facts_of_parts, need_safetensors, read_apart, write_apart
 from wholebatch.resume.stages import (
     joined,
@@ -54,11 +56,11 @@ from wholebatch.resume.stages import (
 )
 from wholebatch.window import UpdateWindow
 
-T = TypeVar("T")
+# The names of the files that each rank wrote, by rank.
+Written = list[list[str]]
 FILES = ("model.pt", "optimizers.pt", "rest.pt")
-_GLOBAL_BATCH = ("global_batch_samples", "global_batch_items")
 _SPLIT = ("micro_batch_samples", "micro_batches_per_window", "tokens_per_micro_batch", "rows", "replicas")
-_LAYOUT = (*_GLOBAL_BATCH, *_SPLIT, "ranks")
+_LAYOUT = (*GLOBAL_BATCH, *_SPLIT, "ranks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,52 +191,34 @@ class Checkpoints:
         """
         together = _together(parts, self._process_group)
         refuse_state_of_one_rank(parts, together.ranks)
-        together.all_or_none(lambda: _check_edge(parts, score))
+        together.all_or_none(lambda: refuse_to_save(parts, score))
         contents = together.all_or_none(lambda: take(parts))
-        states = together.gather(packed(RandomState.capture()))
-        contents.files["rest.pt"]["random"] = states
-        in_parts = any(together.gather(bool(contents.apart)))
-        if in_parts:
+        contents.files["rest.pt"]["random"] = together.gather(packed(RandomState.capture()))
+        if in_parts := any(together.gather(bool(contents.apart))):
             together.all_or_none(need_safetensors)
         stages = stages_of_all(parts, together)
-        updates = parts.counters.updates_attempted
-        manifest = {
-            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "counters": parts.counters.state_dict(),
-            "layout": _layout_of(parts, together),
-            "score": None if score is None else float(score),
-            "versions": {"torch": str(torch.__version__), "wholebatch": version("wholebatch")},
-        }
+        manifest = _manifest(parts, together, score)
+        on_disk = functools.partial(explained, self.folder, parts.counters.updates_attempted)
 
-        def writing(act: Callable[[], T]) -> Callable[[], T]:
-            return lambda: explained(self.folder, updates, act)
-
-        unfinished = together.on_leader(writing(lambda: disk.begin_folder(self.folder)))
+        unfinished = together.on_leader(lambda: on_disk(lambda: disk.begin_folder(self.folder)))
         try:
-            written: list[list[str]] = []
+            written: Written = []
             if in_parts:
-                mine = together.all_or_none(
-                    writing(lambda: write_apart(unfinished, contents.apart, together))
-                )
-                written = together.gather(mine)
-            if stages is not None:
-                names = together.all_or_none(
-                    writing(lambda: write_stages(unfinished, contents, stages, together.rank))
-                )
-                written = together.gather(names)
-                contents.files["rest.pt"] |= told_of_stages(stages[0], written)
-
-            def write_the_rest() -> Path:
-                facts = facts_of_parts(unfinished, written)
-                for name in FILES:
-                    facts[name] = disk.write_file(
-                        unfinished / name, functools.partial(torch.save, contents.files[name])
+                written = together.gather(
+                    together.all_or_none(
+                        lambda: on_disk(lambda: write_apart(unfinished, contents.apart, together))
                     )
-                return disk.finish_folder(
-                    unfinished, {**manifest, "files": facts}, updates_attempted=updates
                 )
-
-            path = together.on_leader(writing(write_the_rest))
+            if stages is not None:
+                written = together.gather(
+                    together.all_or_none(
+                        lambda: on_disk(lambda: write_stages(unfinished, contents, stages, together.rank))
+                    )
+                )
+                contents.files["rest.pt"] |= told_of_stages(stages[0], written)
+            path = together.on_leader(
+                lambda: on_disk(lambda: _finish(unfinished, contents, written, manifest))
+            )
         except BaseException:
             # Every rank: where the folder is not shared, each may have made its own.
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -256,7 +240,7 @@ class Checkpoints:
             raise CheckpointError(f"the ranks see different files at {path}; give a folder that all share")
         if (stages := stages_of_all(parts, together)) is not None:
             saved = of_this_rank(saved, parts, stages)
-        together.all_or_none(lambda: _check(parts, facts, saved))
+        together.all_or_none(lambda: refuse_to_load(parts, facts, saved))
         targets = together.all_or_none(lambda: targets_apart(parts, saved))
         if targets:
             together.all_or_none(need_safetensors)
@@ -358,33 +342,26 @@ def _layout_of(parts: TrainingParts, together: Together) -> dict[str, int | str 
     return {**dict.fromkeys(_LAYOUT), **parts.layout, "ranks": together.ranks}
 
 
-def _check_edge(parts: TrainingParts, score: float | None) -> None:
-    if score is not None and (isinstance(score, str | bytes | bool) or not math.isfinite(score)):
-        raise UsageError(f"score={score!r} can't be compared; give a finite number, or leave it out")
-    _refuse_gradients(parts)
+def _manifest(parts: TrainingParts, together: Together, score: float | None) -> dict[str, Any]:
+    """What is known of a checkpoint before its files are."""
+    return {
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "counters": parts.counters.state_dict(),
+        "layout": _layout_of(parts, together),
+        "score": None if score is None else float(score),
+        "versions": {"torch": str(torch.__version__), "wholebatch": version("wholebatch")},
+    }
 
 
-def _refuse_gradients(parts: TrainingParts) -> None:
-    parameters = own_parameters(parts.optimizers)
-    stale = sum(parameter.grad is not None for parameter in parameters)
-    if stale:
-        raise StaleGradientsError(
-            f"{stale} of {len(parameters)} parameters have a gradient, which a checkpoint does not hold; "
-            f"set them to None, or finish the update first"
+def _finish(unfinished: Path, contents: Contents, written: Written, manifest: dict[str, Any]) -> Path:
+    """Write what the leading rank writes, and give the folder its name."""
+    facts = facts_of_parts(unfinished, written)
+    for name in FILES:
+        facts[name] = disk.write_file(
+            unfinished / name, functools.partial(torch.save, contents.files[name])
         )
-
-
-def _check(parts: TrainingParts, facts: CheckpointFacts, saved: Mapping[str, Any]) -> None:
-    _refuse_gradients(parts)
-    for name in _GLOBAL_BATCH:
-        then, now = facts.layout.get(name), parts.layout.get(name)
-        if then is not None and now is not None and then != now:
-            raise UsageError(
-                f"{facts.path} was saved with a global batch of {then} {name.rpartition('_')[2]} and the "
-                f"plan has {now}; plan with {name}={then} (m, A, D may differ), or start a new run from "
-                f"its parameters"
-            )
-    refuse_misfit(parts, saved)
+    updates_attempted = manifest["counters"]["updates_attempted"]
+    return disk.finish_folder(unfinished, {**manifest, "files": facts}, updates_attempted=updates_attempted)
 
 
 def _put_back(parts: TrainingParts, saved: Mapping[str, Any], path: Path) -> None:

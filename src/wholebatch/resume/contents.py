@@ -1,4 +1,4 @@
-"""The state of a run taken out as plain data and tensors, compared with a run, and put back.
+"""The state of a run taken out as plain data and tensors, and put back.
 
 Everything that is written is a tensor or plain data (numbers, text, lists, dictionaries), so that
 ``torch.load(weights_only=True)`` reads it without executing anything. Tensors that the ranks hold in
@@ -26,9 +26,7 @@ from wholebatch.record import Counters
 
 # The key of a placeholder; its value is the name under which the tensor was written apart.
 APART = "wholebatch.apart"
-# What the modules begin with that ``targets`` makes of a file; the rest of the name tells where it lies.
-MODULE_OF_A_FILE = "wholebatch_"
-_META = "is on the meta device and has no values"
+WITHOUT_VALUES = "is on the meta device and has no values"
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -100,9 +98,9 @@ def take(parts: TrainingParts) -> Contents:
         "optimizers.pt": {
             "optimizers": [
                 {
-                    "class": _kind(one).__name__,
-                    "module": _kind(one).__module__,
-                    "parameters": _parameters_of(one, model),
+                    "class": kind_of(one).__name__,
+                    "module": kind_of(one).__module__,
+                    "parameters": parameters_of(one, model),
                     "state": one.state_dict(),
                 }
                 for one in parts.optimizers
@@ -126,7 +124,7 @@ def take(parts: TrainingParts) -> Contents:
 def _plain(value: Any, where: str, apart: dict[str, Tensor]) -> Any:
     """``value`` with placeholders for tensors in parts; refuses what could not be read back safely."""
     if isinstance(value, Tensor) and value.is_meta:
-        raise UsageError(f"{where} {_META}; give it its values before the run is saved")
+        raise UsageError(f"{where} {WITHOUT_VALUES}; give it its values before the run is saved")
     if isinstance(value, DTensor):
         apart[where] = value
         return {APART: where, "shape": list(value.shape), "dtype": value.dtype}
@@ -165,7 +163,7 @@ def _not_plain(where: str, value: Any) -> str:
     )
 
 
-def _parameters_of(optimizer: Optimizer, model: nn.Module) -> list[list[dict[str, Any]]]:
+def parameters_of(optimizer: Optimizer, model: nn.Module) -> list[list[dict[str, Any]]]:
     """Name, shape and dtype of each parameter, by group; the state knows them by number only."""
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     return [
@@ -174,123 +172,13 @@ def _parameters_of(optimizer: Optimizer, model: nn.Module) -> list[list[dict[str
     ]
 
 
-def _kind(optimizer: Any) -> type[Any]:
+def kind_of(optimizer: Any) -> type[Any]:
+    """The class of an optimizer, or of the one that a whole optimizer stands for."""
     return optimizer.stands_for if isinstance(optimizer, WholeOptimizer) else type(optimizer)
 
 
 def _has_state(one: Any) -> bool:
     return callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))
-
-
-# Compare ----------------------------------------------------------------------------------------------
-
-
-def refuse_misfit(parts: TrainingParts, saved: Mapping[str, Any]) -> None:
-    """Compare what a checkpoint holds with what it would be loaded into, before anything is written.
-
-    Raises:
-        UsageError: names the first thing that differs.
-    """
-    model, rest, steps = unwrapped(parts.model), saved["rest.pt"], saved["optimizers.pt"]
-    _refuse(_tensor_misfit(saved["model.pt"], model.state_dict(), "the model"))
-    _refuse(_number_misfit(steps["optimizers"], parts.optimizers, "optimizers"))
-    for index, (given, optimizer) in enumerate(zip(steps["optimizers"], parts.optimizers, strict=True)):
-        _refuse(_optimizer_misfit(given, optimizer, model, f"optimizer {index + 1}"))
-    _refuse(_number_misfit(steps["schedules"], parts.schedules, "schedules"))
-    for given, schedule in zip(steps["schedules"], parts.schedules, strict=True):
-        then = f"{given['class']} by the {given['unit']}"
-        now = f"{type(schedule.scheduler).__name__} by the {schedule.unit}"
-        _refuse(None if then == now else f"the schedule was a {then} and is a {now}")
-    if (steps["scaler"] is None) != (parts.scaler is None):
-        with_one = "the run was saved with a GradScaler and none is here"
-        without = "the run was saved without a GradScaler and one is here"
-        _refuse(with_one if parts.scaler is None else without)
-    if list(rest["terms"]) != list(parts.terms):
-        _refuse(f"the terms of the objective were {rest['terms']} and are {list(parts.terms)}")
-    for name, one in parts.objects.items():
-        if name not in rest["objects"]:
-            _refuse(f"more has {name!r}, whose state was not saved; saved were {sorted(rest['objects'])}")
-        if isinstance(one, nn.Module):
-            _refuse(_tensor_misfit(rest["objects"][name], one.state_dict(), f"more[{name!r}]"))
-    if missing := sorted(set(rest["objects"]) - set(parts.objects)):
-        _refuse(f"it holds the state of {missing}; give load the objects, more={{{missing[0]!r}: ...}}")
-    counted, known = set(rest["window"]["counters"]), set(parts.counters.state_dict())
-    _refuse(None if counted == known else f"its counters are {sorted(counted)} and here {sorted(known)}")
-
-
-def _refuse(words: str | None) -> None:
-    if words is not None:
-        raise UsageError(
-            f"{words}. Nothing was loaded; build the run as it was saved, or start a new one (model.pt of "
-            f"a checkpoint is a plain state_dict)"
-        )
-
-
-def _number_misfit(saved: Sequence[Any], now: Sequence[Any], what: str) -> str | None:
-    return (
-        None if len(saved) == len(now) else f"it was saved with {len(saved)} {what} and {len(now)} are here"
-    )
-
-
-def _tensor_misfit(saved: Mapping[str, Any], now: Mapping[str, Any], what: str) -> str | None:
-    """The first name, shape or dtype that differs between two states of a module."""
-    for name in [*now, *(name for name in saved if name not in now)]:
-        if name not in saved or name not in now:
-            return f"{name!r} of {what} is {'here' if name in now else 'in the checkpoint'} only"
-        then, here = saved[name], now[name]
-        if isinstance(here, Tensor) and here.is_meta:
-            return f"{name!r} of {what} {_META} to be put back into; make the run on its device first"
-        if isinstance(here, Tensor) and (difference := _difference(_described(then), _described(here))):
-            return f"{name!r} of {what} {difference}"
-    return None
-
-
-def _optimizer_misfit(given: Any, optimizer: Optimizer, model: nn.Module, what: str) -> str | None:
-    if (words := _class_misfit(given, optimizer)) is not None:
-        return f"{what} {words}"
-    saved, now = given["parameters"], _parameters_of(optimizer, model)
-    if [len(group) for group in saved] != [len(group) for group in now]:
-        return (
-            f"{what} had groups of {[len(group) for group in saved]} parameters and has groups of "
-            f"{[len(group) for group in now]}"
-        )
-    pairs = ((then, here) for a, b in zip(saved, now, strict=True) for then, here in zip(a, b, strict=True))
-    for number, (then, here) in enumerate(pairs, start=1):
-        if then["name"] != here["name"]:
-            return (
-                f"parameter {number} of {what} was {then['name']!r} and is {here['name']!r}; give the "
-                f"optimizer its parameters and groups in the same order"
-            )
-        if difference := _difference(then, here):
-            return f"parameter {number} of {what} ({then['name']}) {difference}"
-    words = optimizer.misfit(given["state"]) if isinstance(optimizer, WholeOptimizer) else None
-    return words and f"the state of {what} {words}"
-
-
-def _class_misfit(given: Any, optimizer: Optimizer) -> str | None:
-    """Another class, by name and module; that of a script, or of a file that may move, is not compared."""
-    name, module = _kind(optimizer).__name__, _kind(optimizer).__module__
-    if given["class"] != name:
-        return f"was a {given['class']} and is a {name}"
-    then = given.get("module", module)  # not saved by the first versions
-    by_file = any(each == "__main__" or each.startswith(MODULE_OF_A_FILE) for each in (then, module))
-    return None if then == module or by_file else f"was the {name} of {then} and is that of {module}"
-
-
-def _described(value: Any) -> dict[str, Any]:
-    """Shape and dtype of a tensor or of its placeholder."""
-    return (
-        {"shape": list(value.shape), "dtype": value.dtype}
-        if isinstance(value, Tensor)
-        else dict(value or {})
-    )
-
-
-def _difference(then: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    for key in ("shape", "dtype"):
-        if then.get(key) != here[key]:
-            return f"has the {key} {then.get(key)} in the checkpoint and {here[key]} here"
-    return None
 
 
 # Put back ---------------------------------------------------------------------------------------------

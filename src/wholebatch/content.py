@@ -26,16 +26,25 @@ def content_marks(batch: Any) -> Iterator[Tensor | int]:
     Exactness: whole numbers, so the same on every device. Elements that change places within one sample are
     not seen.
     """
-    if isinstance(batch, Tensor):
-        if batch.layout is torch.strided:
-            yield from (batch.element_size(), *batch.shape)
-            yield _sum_of_bits(batch.detach())
-    elif isinstance(batch, Mapping):
-        for part in batch.values():
-            yield from content_marks(part)
-    elif isinstance(batch, tuple | list):
-        for part in batch:
-            yield from content_marks(part)
+    for tensor in tensors_in(batch):
+        if tensor.layout is torch.strided:
+            yield from (tensor.element_size(), *tensor.shape)
+            yield _sum_of_bits(tensor.detach())
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and mappings, a model's output that is one among them.
+
+    Exactness: the same tensors, not copies.
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
 
 
 def _sum_of_bits(values: Tensor) -> Tensor:

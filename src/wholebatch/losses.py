@@ -6,6 +6,7 @@ What each counts as an item is the first thing its docstring says.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -60,7 +61,14 @@ def next_token_loss(
             )
         return found
 
-    return _cross_entropy("next_token_loss", find, ignore_index, class_weights, label_smoothing, shift=True)
+    return _CrossEntropy(
+        name="next_token_loss",
+        find=find,
+        shift=True,
+        ignore_index=ignore_index,
+        class_weights=class_weights,
+        label_smoothing=label_smoothing,
+    ).objective()
 
 
 def token_loss(
@@ -95,7 +103,14 @@ def token_loss(
     def find(batch: Any) -> Tensor:
         return _labels(batch, labels, "token_loss")
 
-    return _cross_entropy("token_loss", find, ignore_index, class_weights, label_smoothing, shift=False)
+    return _CrossEntropy(
+        name="token_loss",
+        find=find,
+        shift=False,
+        ignore_index=ignore_index,
+        class_weights=class_weights,
+        label_smoothing=label_smoothing,
+    ).objective()
 
 
 def regression_loss(
@@ -206,70 +221,94 @@ def _logits(output: Any) -> Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
-def _cross_entropy(
-    name: str,
-    find: Callable[[Any], Tensor],
-    ignore_index: int,
-    class_weights: Tensor | None,
-    label_smoothing: float,
-    *,
-    shift: bool,
-) -> SummedLoss:
-    if not 0.0 <= label_smoothing < 1.0:
-        raise ObjectiveError(f"{name}(label_smoothing={label_smoothing!r}) is not in [0, 1)")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CrossEntropy:
+    """Cross-entropy with whole labels: its sum, and how many it is of.
 
-    def number(wanted: Tensor) -> Number:
-        counts = wanted != ignore_index
-        if class_weights is None:
+    Args:
+        name: of the objective, for messages.
+        find: the integer labels ``[..., positions]`` of a batch, not shifted.
+        shift: whether a position's target is the label of the next one.
+        ignore_index, class_weights, label_smoothing: as for `next_token_loss`.
+
+    Raises:
+        ObjectiveError: a label smoothing outside [0, 1).
+    """
+
+    name: str
+    find: Callable[[Any], Tensor]
+    shift: bool
+    ignore_index: int
+    class_weights: Tensor | None
+    label_smoothing: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ObjectiveError(f"{self.name}(label_smoothing={self.label_smoothing!r}) is not in [0, 1)")
+
+    def objective(self) -> SummedLoss:
+        """The sum, its count ahead, and that of several micro-batches together."""
+        return SummedLoss(
+            name=self.name,
+            loss=self._loss,
+            items=lambda batch: self._number(self._targets(self.find(batch))),
+            items_of_each=self._number_of_each,
+            forward_positions=lambda batch: self.find(batch).numel(),
+        )
+
+    def _targets(self, labels: Tensor) -> Tensor:
+        return labels[:, 1:] if self.shift else labels
+
+    def _number(self, targets: Tensor) -> Number:
+        counts = targets != self.ignore_index
+        if self.class_weights is None:
             return torch.count_nonzero(counts)  # on the host twice as fast as a sum of booleans
-        weights = class_weights.to(device=wanted.device, dtype=torch.float64)
+        weights = self.class_weights.to(device=targets.device, dtype=torch.float64)
         # No boolean indexing: on an accelerator it would wait for the device.
-        return (weights[torch.where(counts, wanted, 0)] * counts).sum()
+        return (weights[torch.where(counts, targets, 0)] * counts).sum()
 
-    def number_of_each(batches: Sequence[Any]) -> list[Number]:
-        found = [find(batch) for batch in batches]
-        if class_weights is None and _are_few_and_alike(found):
-            together = torch.stack(found) != ignore_index
-            counts = together[:, :, 1:] if shift else together
+    def _number_of_each(self, batches: Sequence[Any]) -> list[Number]:
+        found = [self.find(batch) for batch in batches]
+        if self.class_weights is None and _are_few_and_alike(found):
+            together = torch.stack(found) != self.ignore_index
+            counts = together[:, :, 1:] if self.shift else together
             return cast(list[Number], counts.sum(tuple(range(1, counts.ndim))).tolist())
-        return [number(wanted[:, 1:] if shift else wanted) for wanted in found]
+        return [self._number(self._targets(labels)) for labels in found]
 
-    def loss(output: Any, batch: Any) -> tuple[Tensor, Number]:
-        logits, wanted = _logits(output), find(batch)
-        if wanted.device != logits.device:
-            wanted = wanted.to(logits.device, non_blocking=True)
-        if logits.shape[:-1] != wanted.shape:
+    def _loss(self, output: Any, batch: Any) -> tuple[Tensor, Number]:
+        logits, targets = _logits(output), self.find(batch)
+        if targets.device != logits.device:
+            targets = targets.to(logits.device, non_blocking=True)
+        weights = None if self.class_weights is None else self.class_weights.to(logits)
+        self._check_shapes(logits, targets, weights)
+        if self.shift and targets.shape[-1]:  # of no tokens there is nothing to shift
+            # Shift the labels, not the logits: a slice of the logits would copy the largest tensor here.
+            targets = torch.constant_pad_nd(targets, (-1, 1), self.ignore_index)
+        summed = F.cross_entropy(
+            logits.flatten(0, -2),
+            targets.flatten(),
+            weight=weights,
+            ignore_index=self.ignore_index,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+        if weights is None and self.label_smoothing == 0.0:
+            counted = _counted_by_kernel(summed)
+            if counted is not None:
+                return CheckedLossSum(summed, counted)
+        return summed, self._number(targets)
+
+    def _check_shapes(self, logits: Tensor, labels: Tensor, weights: Tensor | None) -> None:
+        if logits.shape[:-1] != labels.shape:
             raise ObjectiveError(
-                f"{name}: logits of shape {list(logits.shape)} do not fit labels of shape "
-                f"{list(wanted.shape)}; logits are [..., classes] and labels [...]"
+                f"{self.name}: logits of shape {list(logits.shape)} do not fit labels of shape "
+                f"{list(labels.shape)}; logits are [..., classes] and labels [...]"
             )
-        weights = None if class_weights is None else class_weights.to(logits)
         if weights is not None and weights.shape != logits.shape[-1:]:
             raise ObjectiveError(
-                f"{name}: {weights.numel()} class weights do not fit logits of {logits.shape[-1]} classes"
+                f"{self.name}: {weights.numel()} class weights do not fit logits of {logits.shape[-1]} "
+                f"classes"
             )
-        if shift and wanted.shape[-1]:  # of no tokens there is nothing to shift
-            # Shift the labels, not the logits: a slice of the logits would copy the largest tensor here.
-            wanted = torch.constant_pad_nd(wanted, (-1, 1), ignore_index)
-        rows, targets = logits.flatten(0, -2), wanted.flatten()
-        summed = F.cross_entropy(
-            rows,
-            targets,
-            weight=weights,
-            ignore_index=ignore_index,
-            reduction="sum",
-            label_smoothing=label_smoothing,
-        )
-        counted = _counted_by_kernel(summed) if weights is None and label_smoothing == 0.0 else None
-        return (summed, number(wanted)) if counted is None else CheckedLossSum(summed, counted)
-
-    return SummedLoss(
-        name=name,
-        loss=loss,
-        items=lambda batch: number(find(batch)[:, 1:] if shift else find(batch)),
-        items_of_each=number_of_each,
-        forward_positions=lambda batch: find(batch).numel(),
-    )
 
 
 def _are_few_and_alike(found: Sequence[Tensor]) -> bool:

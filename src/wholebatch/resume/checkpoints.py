@@ -184,7 +184,7 @@ class Checkpoints:
     # Without a window ---------------------------------------------------------------------------------
 
     def save_parts(self, parts: TrainingParts, *, score: float | None = None) -> Path:
-        """:meth:`save` for a run without a window, such as one under ``fully_shard``.
+        """:meth:`save` for a loop without a window.
 
         Raises:
             UsageError: a score that is not finite, or safetensors is needed and missing.
@@ -229,7 +229,7 @@ class Checkpoints:
         return path
 
     def load_parts(self, parts: TrainingParts, *, which: int | str | Path | None = None) -> Found:
-        """:meth:`load` for a run without a window, such as one under ``fully_shard``.
+        """:meth:`load` for a loop without a window.
 
         The ranks may be more or fewer than those that saved, and hold the model in other parts.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from wholebatch.audit.watch.patches import Patches
 from wholebatch.audit.watch.replays import Replays
 from wholebatch.audit.watch.seen import quietly
 from wholebatch.audit.watch.watcher import Watch
+from wholebatch.content import tensors_in
 
 # Elements of a sample that make up its number; of longer ones so many, evenly spread.
 _HASHED_ELEMENTS = 16_384
@@ -177,21 +178,6 @@ class _Samples:
 
 
 _NOTHING = _Samples(None, (), None)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts, a model's output that is a dict among them.
-
-    Exactness: the same tensors, not copies; exact.
-    """
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)
 
 
 def _noisy_parts(module: nn.Module) -> tuple[int, int]:

@@ -4,7 +4,7 @@ A batch is a tensor, or a dict or tuple of batches, with samples in dimension 0.
 per sample, except that a batch which *is* a list of tensors counts as a tuple of them: torch's default
 collation makes ``[inputs, labels]`` of samples that are pairs. Numbers, strings, ``None`` and
 0-dimensional tensors belong to all samples and go to every micro-batch unchanged. A packed row
-(``rows.py``) has its samples in dimension 1; it says their lengths, and can't be cut.
+(``rows``) has its samples in dimension 1; it says their lengths, and can't be cut.
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@ from typing import Any
 from wholebatch.errors import JudgeError, UsageError, WholebatchError
 from wholebatch.whereabouts import told
 
+# What the names of modules begin with that are made of a file; the rest tells where it lies.
+MODULE_OF_A_FILE = "wholebatch_"
+
 
 def find_target(target: str, *, what: str, key: str | None = None) -> Any:
     """Import the thing that ``target`` names.
@@ -125,7 +128,7 @@ def _module_name(path: Path) -> str:
     """A name that no other file has, nor the same file once it is changed."""
     found = path.stat()
     mark = f"{path.resolve()}\n{found.st_mtime_ns}\n{found.st_size}"
-    return f"wholebatch_{path.stem}_{hashlib.blake2b(mark.encode(), digest_size=6).hexdigest()}"
+    return f"{MODULE_OF_A_FILE}{path.stem}_{hashlib.blake2b(mark.encode(), digest_size=6).hexdigest()}"
 
 
 def _module_exists(name: str) -> bool:

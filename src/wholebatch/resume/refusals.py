@@ -20,9 +20,8 @@ from wholebatch.resume.contents import (
     parameters_of,
     unwrapped,
 )
+from wholebatch.targets import MODULE_OF_A_FILE
 
-# What the modules begin with that ``targets`` makes of a file; the rest of the name tells where it lies.
-MODULE_OF_A_FILE = "wholebatch_"
 GLOBAL_BATCH = ("global_batch_samples", "global_batch_items")
 
 

@@ -49,7 +49,6 @@ def test_a_list_of_losses_is_one_term(loss) -> None:
     if any(level.unit == "group" for level in term.levels):
         alike(level_of(term, "group"), 3, 1 / 3)
     assert numbers(term.levels[-1]) == pytest.approx((TOKENS, 1.0, 1 / 9, 1 / 3))
-    assert term.num_ignored == 1
 
 
 def test_a_list_of_sums_is_right_by_item() -> None:
@@ -201,8 +200,6 @@ def test_saved_tensors_on_the_host_and_a_second_backward() -> None:
 def test_an_empty_mean_has_no_items() -> None:
     (term,) = read(F.cross_entropy(Problem().outputs(), torch.full((SAMPLES,), -100)))
     assert numbers(term.levels[-1]) == (0, 0, 0, 0)
-    assert term.num_ignored == SAMPLES
-    assert term.first_target_ignored
 
 
 def test_a_gradient_penalty_is_another_term() -> None:

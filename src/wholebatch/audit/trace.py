@@ -107,7 +107,6 @@ class Term:
         coefficients: ``"none"``, every item counts alike; ``"class_weights"``: items have weights of their
             own (num_units is then their sum); ``"factors"``: the items were multiplied by numbers that are
             no mask (advantages, importance weights), which may be meant.
-        num_ignored: positions that were left out by an ignore index or a mask of the loss.
         square: the scores that were reduced are a batch against itself (``rows == columns``, both from the
             model), as in contrastive losses with in-batch negatives.
         surrogate: a product with a tensor of both signs that was itself computed from a gradient, as cached
@@ -116,7 +115,6 @@ class Term:
             is no sum over micro-batches.
         multiplied, divided: numbers that the whole term was multiplied and divided by in the loss's own
             arithmetic, the outermost first; a loss scale is among them.
-        first_target_ignored: for a loss over sequences of labels, None where it can't be told.
         dtype: of the gradients that the weights were read from: in bfloat16 they are rounded to 4e-3.
     """
 
@@ -124,11 +122,9 @@ class Term:
     operation: str
     levels: tuple[Level, ...]
     coefficients: Literal["none", "class_weights", "factors"] = "none"
-    num_ignored: int = 0
     square: bool = False
     surrogate: bool = False
     quotient: bool = False
-    first_target_ignored: bool | None = None
     multiplied: tuple[float, ...] = ()
     divided: tuple[float, ...] = ()
     dtype: str = "float32"

@@ -103,8 +103,6 @@ class Plan:
         weighted: probes of the reading in which units count by their factors.
         leaf_depths: how many reductions lie above each finest tensor.
         leaf_names: operations of the finest tensors.
-        ignored: numbers of positions left out, on the device.
-        first_ignored: whether the first target is ignored, on the device.
         scores: node of the log-softmax right below, and its classes: a smoothing term shares it.
         quotient: it lies in a quotient of two reductions.
         smooths: this is a sum over the classes of ``scores``.
@@ -120,8 +118,6 @@ class Plan:
     leaf_depths: list[int] = field(default_factory=list)
     leaf_names: list[str] = field(default_factory=list)
     coefficients: Literal["none", "class_weights", "factors"] = "none"
-    ignored: list[Tensor] = field(default_factory=list)
-    first_ignored: Tensor | None = None
     square: bool = False
     surrogate: bool = False
     quotient: bool = False

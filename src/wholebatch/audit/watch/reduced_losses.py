@@ -101,7 +101,7 @@ def _read_targets(plan: Plan, frame: Frame, reduction: int) -> None:
             plan.coefficients = "class_weights"
             weights = torch.where(keep, weight.detach()[target.clamp(0, weight.numel() - 1)], 0)
             keep = keep & (weights != 0)
-        _note_targets(plan, edge, target != ignore)
+        _note_scores(plan, edge)
         if reduction == _NONE and frame.factor is not None:
             read_factored(plan, replace(frame, keep=(*frame.keep, keep)))
         elif reduction == _NONE:
@@ -182,11 +182,8 @@ def _summands(edge: Edge) -> list[Edge]:
     return found
 
 
-def _note_targets(plan: Plan, edge: Edge, keep: Tensor) -> None:
-    """How many targets are ignored, whether the first is, and which scores they are compared with."""
-    plan.ignored.append((~keep).sum().reshape(1))
-    if plan.first_ignored is None and keep.numel() > 1:
-        plan.first_ignored = ~keep.reshape(-1)[:1]
+def _note_scores(plan: Plan, edge: Edge) -> None:
+    """Which scores the targets are compared with."""
     scores = graph.through_views(graph.edges_below(edge[0])[0])
     if base_name(scores[0]) == "LogSoftmax":
         plan.scores = scores[0]

@@ -138,7 +138,6 @@ def _merge(entries: Sequence[Plan]) -> None:
     for entry in entries[1:]:
         first.items += entry.items
         first.weighted += entry.weighted
-        first.ignored += entry.ignored
         first.square = first.square or entry.square
         first.surrogate = first.surrogate or entry.surrogate
         first.quotient = first.quotient or entry.quotient
@@ -164,20 +163,14 @@ def _with_smoothing(plans: list[Plan]) -> list[Plan]:
 def _terms(plans: Sequence[Plan]) -> tuple[Term, ...]:
     """Terms of all plans whose items were measured."""
     numbers = _on_host([probe.numbers for plan in plans for probe in plan.probes()])
-    flags = _on_host([flag for plan in plans for flag in _flags(plan)])
     seen: Counter[str] = Counter()
     terms = []
     for plan in plans:
         key = f"{plan.operation}/{seen[plan.operation]}"
         seen[plan.operation] += 1
         if any(probe.numbers is not None for probe in plan.items):
-            terms.append(_term(plan, key, numbers, flags))
+            terms.append(_term(plan, key, numbers))
     return tuple(terms)
-
-
-def _flags(plan: Plan) -> list[Tensor]:
-    """What else is on the device."""
-    return [*plan.ignored, *([plan.first_ignored] if plan.first_ignored is not None else [])]
 
 
 def _on_host(tensors: Iterable[Tensor | None]) -> dict[int, list[float]]:
@@ -193,7 +186,7 @@ def _on_host(tensors: Iterable[Tensor | None]) -> dict[int, list[float]]:
     return values
 
 
-def _term(plan: Plan, key: str, numbers: dict[int, list[float]], flags: dict[int, list[float]]) -> Term:
+def _term(plan: Plan, key: str, numbers: dict[int, list[float]]) -> Term:
     """One term, its readings from the coarsest to the finest."""
     item = _level("item", plan.items, numbers)
     assert item is not None
@@ -206,32 +199,18 @@ def _term(plan: Plan, key: str, numbers: dict[int, list[float]], flags: dict[int
     if plan.smoothing is not None:
         item = _smoothed(item, _level("item", plan.smoothing.items, numbers), plan.num_classes)
     kept = [level for level in levels if level is not None and _differs(level, item)]
-    ignored = sum(round(flags[id(one)][0]) for one in plan.ignored)
-    if not plan.ignored and item.num_units and plan.coefficients != "class_weights":
-        ignored = sum(_left_out(probe, numbers) for probe in plan.items)
     return Term(
         key=key,
         operation=plan.operation,
         levels=(*kept, item),
         coefficients=plan.coefficients,
-        num_ignored=ignored,
         square=plan.square,
         surrogate=plan.surrogate,
         quotient=plan.quotient,
-        first_target_ignored=bool(flags[id(plan.first_ignored)][0])
-        if plan.first_ignored is not None
-        else None,
         dtype=next(probe.dtype for probe in plan.items if probe.numbers is not None),
         multiplied=tuple(float(value) for divides, value in plan.written if not divides),
         divided=tuple(float(value) for divides, value in plan.written if divides),
     )
-
-
-def _left_out(probe: Probe, numbers: dict[int, list[float]]) -> int:
-    """Elements of a tensor that were no units; none where the units are not its elements."""
-    if probe.numbers is None or not probe.by_element:
-        return 0
-    return probe.positions - round(numbers[id(probe.numbers)][0])
 
 
 def _complete_groups(plan: Plan) -> list[list[Probe]]:

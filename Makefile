@@ -38,9 +38,10 @@ peers: venv
 test-peers: peers
 	$(BIN)/python -m pytest -m peers tests/peers
 
-# Every fault at every place under every layout, and the table of docs/faults.md; some minutes.
+# Every fault at every place under every layout, and the tables of docs/faults.md; some minutes.
 faults: venv
 	cd tests && ../$(BIN)/python -m campaign --all
+	cd tests && ../$(BIN)/python -m campaign --all --shared
 
 # Every engine against the big batch in float64, and the table of docs/engines.md; three minutes.
 engines: peers

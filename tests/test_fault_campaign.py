@@ -13,13 +13,13 @@ import torch
 
 from campaign import trial
 from campaign.cases import Case, Fault, Setup
-from campaign.kinds import all_cases, sample_of_cases
-from campaign.table import BEGIN, END, table, write_into
+from campaign.kinds import all_cases, sample_of, shared_cases
+from campaign.table import BEGIN, END, SHARED_BEGIN, SHARED_END, table, write_into
 from campaign.trial import Bench, Verdict, Witness, damage, exit_code
 from house import ROOT
 from wholebatch import checkpoint_folder as disk
 
-SAMPLE = sample_of_cases(22)
+SAMPLE = [*sample_of(all_cases(), 16), *sample_of(shared_cases(), 6)]
 # Which file is synced is told by Linux.
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc/self/fd")
 
@@ -37,26 +37,35 @@ def test_a_broken_run_goes_on_as_if_it_had_not_been(bench: Bench, number: int) -
 
 
 def test_there_are_more_than_300_cases_and_no_two_are_the_same() -> None:
-    cases = all_cases()
+    cases = all_cases() + shared_cases()
     assert len(cases) > 300
     assert len({(case.name, str(case.faults), str(case.later)) for case in cases}) == len(cases)
-    assert cases == all_cases(), "the same list every time"
+    assert cases == all_cases() + shared_cases(), "the same list every time"
     assert len({case.kind for case in cases}) >= 15
     assert len({case.setup.layout for case in cases}) >= 12
 
 
-def test_the_sample_is_of_many_kinds_and_of_one_rank_and_two() -> None:
+def test_the_sample_is_of_many_kinds_and_layouts() -> None:
     kinds = Counter(case.kind for case in SAMPLE)
     assert len(kinds) >= 12
-    assert {case.setup.ranks for case in SAMPLE} == {1, 2}
+    assert {case.setup.ranks for case in SAMPLE} == {1, 2, 4}
+    assert {"fsdp", "pipeline", "hsdp"} <= {case.setup.shared for case in SAMPLE}
 
 
-def test_the_document_has_the_table_of_all_cases() -> None:
-    text = (ROOT / "docs" / "faults.md").read_text()
-    rows = [line.split(" | ") for line in text.split(BEGIN)[1].split(END)[0].splitlines() if "|" in line]
-    runs = {row[0].strip("| *"): int(row[3]) for row in rows[2:]}
-    assert runs.pop("all") == len(all_cases())
-    assert runs == Counter(case.kind for case in all_cases())
+def runs_between(begin: str, end: str) -> dict[str, int]:
+    """The runs of each row of a table in the document."""
+    text = (ROOT / "docs" / "faults.md").read_text().split(begin)[1].split(end)[0]
+    rows = [line.split(" | ") for line in text.splitlines() if "|" in line]
+    return {row[0].strip("| *"): int(row[3]) for row in rows[2:]}
+
+
+def test_the_document_has_the_tables_of_all_cases() -> None:
+    for told, of_cases in (
+        (runs_between(BEGIN, END), [case.kind for case in all_cases()]),
+        (runs_between(SHARED_BEGIN, SHARED_END), [case.setup.strategy for case in shared_cases()]),
+    ):
+        assert told.pop("all") == len(of_cases)
+        assert told == Counter(of_cases)
 
 
 # The judge can fail ------------------------------------------------------------------------------------

@@ -6,9 +6,11 @@ import os
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ranks import run_ranks
 from wholebatch.errors import CheckpointError, JudgeError, RecordError
+from wholebatch.ranks.lost import is_lost_contact, last_words, leave_words, why_lost
 from wholebatch.ranks.together import ContactLostError, Together
 from wholebatch.report.output import OutputClosedError
 
@@ -100,6 +102,57 @@ def agreeing(rank: int, _n: int) -> tuple[Any, ...]:
 
 def test_two_ranks_agree() -> None:
     assert run_ranks(agreeing, 2) == [([1.0, 2.0**41], True, False, "from 0")] * 2
+
+
+def a_failed_meeting(rank: int, _n: int) -> tuple[str, list[str]]:
+    """Rank 1 fails inside what all do together, and has left before anybody is told."""
+    everybody = Together.of_all()
+    try:
+        with everybody.meeting("in a test"):
+            if rank == 1:
+                raise ValueError("my own error")
+            dist.barrier()
+    except Exception as error:
+        if rank == 1:
+            assert last_words().startswith("rank 1 failed in a test: ValueError: my own error")
+            os._exit(0)
+        return type(error).__name__, [str(error), why_lost(), str(is_lost_contact(error))]
+    return "nothing", []
+
+
+def test_a_rank_that_leaves_a_meeting_says_why() -> None:
+    told, _ = run_ranks(a_failed_meeting, 2, expect="outcomes")
+    assert told[0] == "ok", told
+    kind, (words, why, again) = told[1]
+    assert kind == "ContactLostError"
+    assert words.startswith("contact with another rank was lost in a test: rank 1 failed in a test: ValueE")
+    assert why in words
+    assert again == "False"
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (
+            RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed"),
+            True,
+        ),
+        (dist.DistBackendError("NCCL communicator was aborted"), True),
+        (RuntimeError("shapes do not match"), False),
+        (ConnectionError("Connection closed by peer"), False),
+    ],
+)
+def test_what_says_that_contact_is_lost(error: Exception, lost: bool) -> None:
+    assert is_lost_contact(error) is lost
+    outer = RuntimeError("failed to run the forward of a stage")
+    outer.__cause__ = error
+    assert is_lost_contact(outer) is lost
+
+
+def test_nobody_says_anything_where_there_are_no_ranks() -> None:
+    leave_words(0, "in a test", ValueError())
+    assert last_words() == ""
+    assert why_lost("3 seconds") == "it ended, or did not answer within 3 seconds"
 
 
 def left_alone(rank: int, _n: int) -> list[str]:

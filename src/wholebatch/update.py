@@ -46,6 +46,7 @@ from wholebatch.objective import (
 )
 from wholebatch.ranks.agreement import Agreement, PendingExchange, name_ranks, unlike_first
 from wholebatch.ranks.base import Ranks
+from wholebatch.ranks.lost import is_lost_contact, leave_words, why_lost
 from wholebatch.record import Counters, Outcome, UpdateRecord, Weighting, finite
 from wholebatch.result import (
     GlobalResult,
@@ -733,7 +734,7 @@ class Update:
         window = self._window
         window.open_update = None
         self._held, self._batches = [], ()
-        if self._irrevocable or isinstance(error, PoisonedWindowError):
+        if self._irrevocable or isinstance(error, PoisonedWindowError) or is_lost_contact(error):
             self._poison(error)
             return
         try:
@@ -754,6 +755,7 @@ class Update:
         except PoisonedWindowError as lost:
             window.poisoned = str(lost)
             error.add_note(str(lost))
+            self._leave_words(error)
 
     def _put_back(self) -> None:
         window = self._window
@@ -769,10 +771,18 @@ class Update:
         window.counters.load_state_dict(self._counters_before)
         with suppress(Exception):  # what is beyond repair anyway must not hide why
             self._put_back()
+        why = (
+            "an update failed beyond the point of no return, with gradients under way between ranks or an "
+            "optimizer at work"
+        )
+        if not isinstance(error, PoisonedWindowError):
+            if is_lost_contact(error):
+                why = f"contact with another rank was lost in a collective of the engine: {why_lost()}"
+            else:
+                self._leave_words(error)
         message = (
-            f"an update failed beyond the point of no return, with gradients under way between ranks or an "
-            f"optimizer at work ({type(error).__name__}: {error}). This window can't go on; restart from "
-            f"the last committed update, number {window.counters.updates_attempted}"
+            f"{why} ({type(error).__name__}: {error}). This window can't go on; restart from the last "
+            f"committed update, number {window.counters.updates_attempted}"
         )
         window.poisoned = message
         if self._irrevocable and self._agreed:
@@ -780,6 +790,11 @@ class Update:
                 window.agreement.report_poison()
         if isinstance(error, Exception) and not isinstance(error, PoisonedWindowError):
             raise PoisonedWindowError(message) from error
+
+    def _leave_words(self, error: BaseException) -> None:
+        """For ranks that wait in a collective which this one left."""
+        window = self._window
+        leave_words(window.ranks.rank, f"in update {window.counters.updates_attempted + 1}", error)
 
     def _where(self, index: int | None = None) -> str:
         number = (self._turn if index is None else index) + 1

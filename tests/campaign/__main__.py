@@ -10,8 +10,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from campaign.cases import Case
-from campaign.kinds import all_cases, sample_of_cases
-from campaign.table import table, write_into
+from campaign.kinds import all_cases, sample_of, shared_cases
+from campaign.table import SHARED_BEGIN, SHARED_END, table, write_into
 from campaign.trial import Bench, Verdict
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
@@ -19,7 +19,8 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
 def chosen(arguments: argparse.Namespace) -> list[Case]:
     """The cases that the command line asks for."""
-    cases = sample_of_cases(arguments.sample) if arguments.sample else all_cases()
+    cases = shared_cases() if arguments.shared else all_cases()
+    cases = sample_of(cases, arguments.sample) if arguments.sample else cases
     return [case for case in cases if not arguments.only or arguments.only in case.name]
 
 
@@ -51,6 +52,7 @@ def main() -> int:
     """Returns 0 where every case ended well."""
     parser = argparse.ArgumentParser(prog="python -m campaign", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every case; the table goes into docs/faults.md")
+    parser.add_argument("--shared", action="store_true", help="those of ranks that share one model")
     parser.add_argument("--sample", type=int, default=0, help="so many cases, evenly spread")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--quiet", action="store_true", help="tell of bad cases only")
@@ -60,12 +62,12 @@ def main() -> int:
     forkserver.ensure_running()
     began = time.perf_counter()
     verdicts = run(chosen(arguments), quiet=arguments.quiet)
-    text = table(verdicts)
+    text = table(verdicts, by_ranks=arguments.shared)
     print(text)
     bad = sum(not verdict.good for verdict in verdicts)
     print(f"{len(verdicts)} cases in {time.perf_counter() - began:.0f} s, {bad} bad")
     if arguments.all and not arguments.only:
-        write_into(DOCUMENT, text)
+        write_into(DOCUMENT, text, *((SHARED_BEGIN, SHARED_END) if arguments.shared else ()))
     return 1 if bad or not verdicts else 0
 
 

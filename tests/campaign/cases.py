@@ -7,6 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 NUM_UPDATES = 6
+# The settings by which ranks share a model, and how many of them a replica has; by name.
+SHARED: dict[str, tuple[dict[str, Any], int]] = {
+    "fsdp": ({"strategy": "fsdp"}, 1),
+    "hsdp": ({"strategy": "hsdp", "shards": 2}, 1),
+    "pipeline": ({"strategy": "pipeline"}, 2),
+    "tensor parallel": ({"strategy": "ddp", "tensor_parallel": 2}, 2),
+    "context parallel": ({"strategy": "ddp", "context_parallel": 2}, 2),
+}
 # What a rank may end with when another one was lost.
 LEFT_ALONE = frozenset(
     {
@@ -44,7 +52,8 @@ class Setup:
 
     Args:
         m: samples of a micro-batch.
-        ranks: D.
+        ranks: processes.
+        shared: how they share the model, by a name of ``SHARED``; empty where each has all of it.
         every: updates between two checkpoints.
         rows: samples to train on; 200 never end within the run, 20 end in its third update.
         noisy: with dropout, and with an average of the parameters.
@@ -54,6 +63,7 @@ class Setup:
 
     m: int = 2
     ranks: int = 1
+    shared: str = ""
     every: int = 1
     rows: int = 200
     noisy: bool = False
@@ -63,11 +73,21 @@ class Setup:
     @property
     def window(self) -> int:
         """A, micro-batches of an update on a rank."""
-        return 8 // (self.m * self.ranks)
+        return 8 // (self.m * self.replicas)
+
+    @property
+    def replicas(self) -> int:
+        """D."""
+        return self.ranks // (SHARED[self.shared][1] if self.shared else 1)
+
+    @property
+    def strategy(self) -> str:
+        """How many ranks there are and how they share the model, for the table."""
+        return f"{self.shared or 'ddp'} on {self.ranks}" if self.ranks > 1 else "one rank"
 
     def window_of(self, update: int) -> int:
         """Micro-batches of one update on a rank; the third has the 4 samples of an epoch's tail."""
-        return -(-4 // (self.m * self.ranks)) if update == 3 and self.rows == 20 else self.window
+        return -(-4 // (self.m * self.replicas)) if update == 3 and self.rows == 20 else self.window
 
     @property
     def layout(self) -> str:
@@ -77,8 +97,8 @@ class Setup:
             ", dropout and average" * self.noisy,
             ", worker" * self.workers,
         ]
-        more += [", own data" * self.own]
-        return f"m={self.m} A={self.window} D={self.ranks}{''.join(more)}, checkpoint every {self.every}"
+        more += [", own data" * self.own, f", {self.shared} on {self.ranks}" * bool(self.shared)]
+        return f"m={self.m} A={self.window} D={self.replicas}{''.join(more)}, checkpoint every {self.every}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +149,13 @@ class Case:
             "run": {"num_updates": NUM_UPDATES, "evaluate_every_updates": 2, "folder": folder},
             "batch": {"global_batch_samples": 8, "micro_batch_samples": setup.m},
             "data": self._own_data(rows) if setup.own else self._files(rows),
-            "model": {"layers": 1, "width": 16, "heads": 2, "dropout": 0.2 if setup.noisy else 0.0},
+            "parallel": SHARED[setup.shared][0] if setup.shared else {},
+            "model": {
+                "layers": 2 if setup.shared == "pipeline" else 1,
+                "width": 16,
+                "heads": 2,
+                "dropout": 0.2 if setup.noisy else 0.0,
+            },
             "average": {"decay_per_update": 0.9 if setup.noisy else 0.0},
             "schedule": {"warmup_updates": 2},
             "checkpoints": {"every_updates": setup.every},

@@ -13,6 +13,8 @@ from rich.console import Console
 
 from campaign.cases import Fault
 from campaign.places import broken
+from wholebatch.ranks.pipeline_ranks import PipelineRanks
+from wholebatch.ranks.several import ShardingRanks
 from wholebatch.train.config import config_from_dict
 from wholebatch.train.display import PlainDisplay
 from wholebatch.train.job import run_job, unused_folder
@@ -37,6 +39,8 @@ def run_one(
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.filterwarnings("ignore", message=".*an older checkpoint could not be removed")
+    # A rank that failed beside others in a collective gives them up sooner than in earnest.
+    ShardingRanks.patience_s = PipelineRanks.patience_s = 3.0
     earlier = None
     if resume is not None:
         earlier = find_earlier(Path(resume))

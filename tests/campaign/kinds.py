@@ -11,6 +11,7 @@ from dataclasses import replace
 from campaign.cases import NUM_UPDATES, Case, Fault, Setup
 from campaign.layouts import Turns, on_all, one_rank, two_ranks
 from campaign.stopping import apart, in_the_export_after_ctrl_c, one_of_two, stops, sudden
+from campaign.together import shared_models
 
 DISK_FAULTS = ("ENOSPC", "EACCES", "EIO")
 
@@ -271,14 +272,18 @@ def while_going_on(turns: Turns) -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
-    """Every case, in a fixed order."""
+    """Every case of ranks that have all of the model, in a fixed order."""
     turns = Turns()
     groups = (stops, apart, sudden, one_of_two, mistakes, data_and_loss, disk, damaged, while_going_on)
     groups += (in_the_export_after_ctrl_c,)
     return [case for group in groups for case in group(turns)]
 
 
-def sample_of_cases(number: int) -> list[Case]:
-    """So many cases, spread evenly over all, always the same."""
-    cases = all_cases()
+def shared_cases() -> list[Case]:
+    """Every case of ranks that share one model, in a fixed order."""
+    return list(shared_models(Turns()))
+
+
+def sample_of(cases: list[Case], number: int) -> list[Case]:
+    """So many of them, spread evenly, always the same."""
     return [cases[(2 * turn + 1) * len(cases) // (2 * number)] for turn in range(number)]

@@ -32,7 +32,9 @@ from wholebatch.run_folder import RunLog
 from wholebatch.train import evaluate, job, signals, training
 from wholebatch.train.data.store import TokenSamples
 from wholebatch.train.models.gpt import GPT
+from wholebatch.train.models.stages import GPTStage
 from wholebatch.train.parts import Job
+from wholebatch.train.settings import ParallelConfig
 from wholebatch.train.training import Training
 from wholebatch.update import Update
 
@@ -57,6 +59,7 @@ class Places:
         self.run = run
         self.update_number = 0  # of the update under way, or else of the last; 0 before the first
         self.in_update = False
+        self.shared = False  # whether the model is one of all ranks
         self.renamed: str | None = None  # the checkpoint that got its name last
         self._seen: dict[tuple[str, int | None], int] = {}
         self._witness = os.open(witness, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -169,8 +172,10 @@ def _told(before: str | None = None, after: str | None = None) -> Callable[..., 
 
 def _run(places: Places, original: Callable[..., Any], self: Training, *args: Any) -> Any:
     places.update_number = self.updates_attempted
-    first = next(p for p in self.job.model.module.parameters() if p.requires_grad)
-    first.register_hook(lambda _: places.at("end of backward"))  # the last to get its gradient
+    places.shared = self.job.config.parallel != ParallelConfig()
+    if not places.shared:
+        first = next(p for p in self.job.model.module.parameters() if p.requires_grad)
+        first.register_hook(lambda _: places.at("end of backward"))  # the last to get its gradient
     places.at("before the first update")
     return original(self, *args)
 
@@ -195,9 +200,33 @@ def _loss(places: Places, original: Callable[..., Any], *args: Any) -> Any:
 
 def _forward(places: Places, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
     result = original(*args, **named)
-    if places.in_update:
-        places.at("in forward")
+    places.at("in forward" if places.in_update else "forward of an evaluation")
     return result
+
+
+def _stage(places: Places, original: Callable[..., Any], self: GPTStage, given: Any) -> Any:
+    if given.requires_grad and places.in_update:
+        given.register_hook(lambda _: places.at("end of backward"))
+    return _forward(places, original, self, given)
+
+
+def _embedded(places: Places, original: Callable[..., Any], *args: Any) -> Any:
+    result = original(*args)
+    if places.shared and result.requires_grad and places.in_update:
+        # A parameter that is in parts is none that autograd knows.
+        result.register_hook(lambda _: places.at("end of backward"))
+    return result
+
+
+def _loss_of_stages(places: Places, original: Callable[..., Any], *args: Any) -> Any:
+    loss = original(*args)
+    if places.in_update:
+        places.at("between forward and backward")
+        if loss.loss_sum.requires_grad:
+            loss.loss_sum.register_hook(lambda _: places.at("begin of backward"))
+        if places.nan_is_due():
+            loss = loss._replace(loss_sum=loss.loss_sum * math.nan)
+    return loss
 
 
 def _backward(places: Places, original: Callable[..., Any], self: Update, loss: Any) -> None:
@@ -340,7 +369,10 @@ WRAPPED: list[tuple[Any, str, Callable[..., Any]]] = [
     (Training, "_update", _one_update),
     (Training, "_take_in", _told(before="between finish and record", after="after record")),
     (Job, "loss", _loss),
+    (Job, "loss_of_output", _loss_of_stages),
     (GPT, "forward", _forward),
+    (GPT, "embedded", _embedded),
+    (GPTStage, "forward", _stage),
     (Update, "backward", _backward),
     (Update, "_conclude", _conclude),
     (Finish, "apply", _told(before="before the step", after="after the step")),

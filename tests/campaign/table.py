@@ -9,17 +9,19 @@ from pathlib import Path
 from campaign.trial import Verdict, exit_code
 
 BEGIN, END = "<!-- the campaign's table begins -->", "<!-- the campaign's table ends -->"
+SHARED_BEGIN, SHARED_END = (f"<!-- the table of shared models {word} -->" for word in ("begins", "ends"))
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
-    """One row for each kind of fault, and one for all."""
-    kinds: dict[str, list[Verdict]] = {}
+def table(verdicts: Sequence[Verdict], *, by_ranks: bool = False) -> str:
+    """One row for each kind of fault, or of ranks, and one for all."""
+    rows: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
-        kinds.setdefault(verdict.case.kind, []).append(verdict)
+        rows.setdefault(verdict.case.setup.strategy if by_ranks else verdict.case.kind, []).append(verdict)
+    first = "ranks" if by_ranks else "kind"
     lines = [
-        "| kind | places | layouts | runs | lost | twice | hangs | unreadable | exit codes |",
+        f"| {first} | places | layouts | runs | lost | twice | hangs | unreadable | exit codes |",
         "|---|---|---|---|---|---|---|---|---|",
-        *(_row(kind, of_kind) for kind, of_kind in kinds.items()),
+        *(_row(name, of_row) for name, of_row in rows.items()),
         _row("**all**", verdicts),
     ]
     return "\n".join(lines)
@@ -35,8 +37,8 @@ def _row(name: str, verdicts: Sequence[Verdict]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def write_into(document: Path, text: str) -> None:
-    """Replace what is between the markers of a document."""
-    before, rest = document.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    document.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+def write_into(document: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+    """Replace what is between two markers of a document."""
+    before, rest = document.read_text().split(begin)
+    _, after = rest.split(end)
+    document.write_text(f"{before}{begin}\n{text}\n{end}{after}")

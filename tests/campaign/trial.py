@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from campaign.cases import NUM_UPDATES, Case, Fault
 from campaign.child import run_one
@@ -196,6 +197,13 @@ class Bench:
         for name in CHECKPOINT_FILES:
             odd = _difference(_load(newest / name), _load(reference / name))
             verdict.expect(odd is None, f"{newest.name}/{name} differs at {odd}")
+        for path in sorted((reference / "parts").glob("*")):
+            part = newest / "parts" / path.name
+            if path.suffix == ".pt":
+                odd = _difference(_load(part), _load(path))
+            else:
+                odd = _difference(load_file(part), load_file(path))
+            verdict.expect(odd is None, f"{newest.name}/parts/{path.name} differs at {odd}")
         for path in whole.glob("model*/model.pt"):
             odd = _difference(_load(run / path.relative_to(whole)), _load(path))
             verdict.expect(odd is None, f"the exported {path.relative_to(whole)} differs at {odd}")

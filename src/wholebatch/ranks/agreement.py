@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from wholebatch.errors import OtherRankFailedError, PoisonedWindowError
 from wholebatch.ranks.base import PendingTotal, Ranks
+from wholebatch.ranks.lost import why_lost
 
 # In a rank's own place of an exchange: its number of the exchange from 1 on, by which ranks that run
 # different code are told apart, or one of these.
@@ -52,8 +53,8 @@ class PendingExchange:
             sums = self._sums.wait(patience_s)
         except RuntimeError as error:
             raise PoisonedWindowError(
-                f"contact with another rank was lost while {self._doing}: it ended, or did not answer "
-                f"within {_patience(patience_s)}. Restart from the last committed update ({error})"
+                f"contact with another rank was lost while {self._doing}: "
+                f"{why_lost(_patience(patience_s))}. Restart from the last committed update ({error})"
             ) from error
         states = [round(state) for state in sums[: self._num_ranks]]
         if _POISONED in states:
@@ -119,8 +120,8 @@ class Agreement:
             sums = self._ranks.total(vector)
         except RuntimeError as error:
             raise PoisonedWindowError(
-                f"contact with another rank was lost while {doing}; restart from the last committed "
-                f"update ({error})"
+                f"contact with another rank was lost while {doing}: {why_lost()}. Restart from the last "
+                f"committed update ({error})"
             ) from error
         return PendingExchange(sums, len(payload), doing, roles.num_ranks)
 

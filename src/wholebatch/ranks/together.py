@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.errors import JudgeError, WholebatchError
 from wholebatch.ranks.collectives import host_group
+from wholebatch.ranks.lost import is_lost_contact, leave_words, why_lost
 
 T = TypeVar("T")
 
@@ -154,10 +155,31 @@ class Together:
         try:
             yield
         except RuntimeError as error:
-            raise self.lost(
-                f"contact with another rank was lost {self.during}: it ended, or did not answer within the "
-                f"process group's timeout ({error})"
-            ) from None
+            raise self.cut_off(error, self.during) from None
+
+    def cut_off(self, error: BaseException, during: str) -> WholebatchError:
+        """What to raise where another rank is gone, of the kind ``lost``."""
+        return self.lost(f"contact with another rank was lost {during}: {why_lost()} ({error})")
+
+    @contextmanager
+    def meeting(self, during: str) -> Iterator[None]:
+        """Around what ranks can do together only, such as a forward of a model in parts.
+
+        Whoever fails in it can't meet the others any more, which hear of it when this rank ends.
+
+        Args:
+            during: what they do, for messages: "in an evaluation".
+
+        Raises:
+            WholebatchError: of the kind ``lost``: another rank is gone; says why, if that rank did.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if is_lost_contact(error):
+                raise self.cut_off(error, during) from None
+            leave_words(self.rank, during, error)
+            raise
 
 
 def _portable(error: BaseException | None) -> BaseException | str | None:

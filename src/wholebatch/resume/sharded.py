@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from wholebatch.checkpoint_folder import file_facts
 from wholebatch.errors import CheckpointError
 from wholebatch.extras import needed
+from wholebatch.ranks.lost import is_lost_contact
 from wholebatch.ranks.together import Together
 
 FOLDER = "parts"
@@ -45,6 +46,8 @@ def write_apart(unfinished: Path, tensors: Mapping[str, Tensor], together: Toget
     try:
         with _alone_is_fine():
             save(dict(tensors), storage_writer=writer, process_group=together.group)
+    except RuntimeError as error:
+        raise (together.cut_off(error, together.during) if is_lost_contact(error) else error) from None
     except CheckpointException as error:
         causes = ", ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
         raise CheckpointError(

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wholebatch.errors import UsageError
 from wholebatch.report.output import OutputConsole, text_stream, write_json
@@ -83,8 +83,9 @@ def _train_in(
 
     # The other ranks do all that the leading one does, and show it to nobody.
     console = OutputConsole(file=text_stream(json_target) if world.leads else io.StringIO())
-    if earlier is None:
-        earlier = world.on_leader(lambda: earlier_of_restart(settings))
+    _refuse_other_settings(settings, world)
+    # As the leading rank sees it: what is there may grow between one rank's look and another's.
+    earlier = world.on_leader(lambda: earlier_of_restart(settings) if earlier is None else earlier)
     plan = check_settings(settings, world.ranks)
     if earlier is None:
         world.on_leader(lambda: unused_folder(settings))
@@ -98,6 +99,32 @@ def _train_in(
     result = run_job(job, display, command=command, earlier=earlier, stop=stop)
     world.on_leader(lambda: _write_summary(result.folder, result.exit_code, json_target))
     return result.exit_code
+
+
+def _refuse_other_settings(settings: TrainConfig, world: World) -> None:
+    """Refuse ranks that would part ways, or train different things.
+
+    Raises:
+        UsageError: on every rank; names the first setting that differs.
+    """
+    from wholebatch.ranks.agreement import name_ranks, unlike_first
+
+    of_ranks = world.gather(settings.to_dict())
+    if others := unlike_first(of_ranks):
+        name, there, here = _first_difference(of_ranks[others[0]], of_ranks[0])
+        raise UsageError(
+            f"the ranks have different settings: {name} is {there!r} on {name_ranks(others)}, and {here!r} "
+            f"on rank 0; start all of them with the same file and the same --set"
+        )
+
+
+def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, Any, Any]:
+    return next(
+        (f"{section}.{key}", value, other[section][key])
+        for section, keys in one.items()
+        for key, value in keys.items()
+        if value != other[section][key]
+    )
 
 
 def yield_idle_cores() -> None:

@@ -26,6 +26,7 @@ from wholebatch.train.parts import Job
 
 # Samples whose lengths are looked at together, where tokens bound a micro-batch.
 _READ_TOGETHER = 1024
+_DURING = "in an evaluation"
 HELD_OUT = "held_out"
 HELD_OUT_AVERAGE = "held_out_average"
 
@@ -131,7 +132,8 @@ def _sums_together(job: Job, samples: Samples, leave: Callable[[], bool]) -> tup
             if some_left or not some_have:
                 break
             counted = batch is not None and job.speaks
-            losses = _losses(job, spare if batch is None else batch)
+            with world.meeting(_DURING):
+                losses = _losses(job, spare if batch is None else batch)
             _add(sums if counted else torch.zeros_like(sums), losses)
     reshard(job.model.module)
     return bool(some_left), sums.flatten().tolist()
@@ -156,7 +158,8 @@ def _sums_through_stages(
             some_left, some_have = world.total([float(leave()), float(bool(some))])
             if some_left or not some_have:
                 break
-            model.evaluate(some, keep)
+            with world.meeting(_DURING):
+                model.evaluate(some, keep)
             for number in range(len(some)) if model.is_last else ():
                 _add(sums, found[number])
     return bool(some_left), sums.flatten().tolist()

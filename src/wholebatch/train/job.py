@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from wholebatch.errors import RecordError
+from wholebatch.errors import RecordError, UsageError
+from wholebatch.ranks.agreement import name_ranks, unlike_first
 from wholebatch.record import STOPPED_BY_USER
 from wholebatch.report.output import OutputClosedError
 from wholebatch.report.run_view import changes_words
@@ -30,7 +31,7 @@ from wholebatch.train.display import Display
 from wholebatch.train.hyperparameters import refuse_other_state
 from wholebatch.train.layouts.cut import whole_state
 from wholebatch.train.models.export import export_model
-from wholebatch.train.parts import Job
+from wholebatch.train.parts import Job, data_identity
 from wholebatch.train.proof import proof_words, prove_first_batch
 from wholebatch.train.resuming import (
     CHECKPOINTS,
@@ -100,6 +101,7 @@ def run_job(
         OutputClosedError: nobody reads the display any more; the run ends as interrupted.
         UsageError: the run that is to be resumed does not fit the settings.
     """
+    _refuse_other_data(job)
     with ExitStack() as held:
         if earlier is None:
             begun = _begin_new(job, display, command, held)
@@ -187,6 +189,22 @@ def _resume(job: Job, display: Display, command: Sequence[str], earlier: Earlier
     if changes := changes_words(earlier.layout, told):
         words += f"\nChanged: {changes}"
     return _Begun(folder=folder, training=training, words=words)
+
+
+def _refuse_other_data(job: Job) -> None:
+    """Refuse ranks that read different samples, of which each would take a share by their numbers.
+
+    Raises:
+        UsageError: on every rank.
+    """
+    told = job.world.gather(data_identity(job) | {"held_out_samples": len(job.data.held_out)})
+    if others := unlike_first(told):
+        there, here = told[others[0]], told[0]
+        name = next(name for name in here if there[name] != here[name])
+        raise UsageError(
+            f"the ranks read different data: {name} is {there[name]!r} on {name_ranks(others)}, and "
+            f"{here[name]!r} on rank 0; give all of them the same files"
+        )
 
 
 def _hold(job: Job, folder: Path, held: ExitStack) -> None:

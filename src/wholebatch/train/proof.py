@@ -34,7 +34,7 @@ def prove_first_batch(job: Job) -> Verification:
     Exactness: equal means exact in real arithmetic; how near, is measured in float64.
     """
     settings = job.config.optimizer
-    parts = _micro_batches(job)
+    parts = job.world.all_or_none(lambda: _micro_batches(job))
     samples = [sample for part in parts for sample in part]
 
     def collated(some: list[tuple[int, Any]]) -> Batch:

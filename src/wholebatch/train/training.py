@@ -15,6 +15,7 @@ from torch import nn
 from wholebatch.errors import CheckpointError, JudgeError, PoisonedWindowError, RecordError, UsageError
 from wholebatch.loading import WindowBatches
 from wholebatch.objective import LossSum
+from wholebatch.ranks.lost import last_words
 from wholebatch.ranks.together import ContactLostError
 from wholebatch.record import EndReason, Evaluation, UpdateRecord
 from wholebatch.report.output import OutputClosedError
@@ -183,7 +184,7 @@ class Training:
         Where it was not, what was committed before it is saved. The error of the update came first and
         says more than any problem with that.
         """
-        if isinstance(error, PoisonedWindowError):
+        if isinstance(error, PoisonedWindowError) or last_words():
             return False
         # A SIGTERM to the whole group ends the processes that read samples too.
         told_to = isinstance(error, _LeftError) or (self._stop.terminated and isinstance(error, JudgeError))
@@ -239,8 +240,9 @@ class Training:
                 with self.average.swapped_in():
                     self._evaluation(HELD_OUT_AVERAGE)
         except Exception as error:
-            # Where only its record could not be written, resuming has to evaluate again.
-            if not isinstance(error, ContactLostError | RecordError):
+            # Where only its record could not be written, resuming has to evaluate again. Where a rank left
+            # the others in a forward, none can ask whether all have saved.
+            if not isinstance(error, ContactLostError | RecordError) and not last_words():
                 self._save_after(error)
             if is_out_of_memory(error):
                 raise JudgeError(memory_advice(self.job.plan, during="an evaluation")) from error

@@ -115,8 +115,8 @@ def pack(
         budget: positions of a micro-batch at most.
         replicas: D.
         rows: "padded" to the longest sample of the micro-batch, or "packed" one after the other.
-        equal_micro_batches: whether every replica gets the same number of micro-batches, as FSDP needs.
-            None of them is empty unless there are fewer samples than micro-batches.
+        equal_micro_batches: whether every replica gets the same number of micro-batches, as loops by hand
+            under FSDP need. None of them is empty unless there are fewer samples than micro-batches.
         micro_batches_multiple: what the micro-batches of each replica are a multiple of, such as the
             pipeline's degree; filled up with empty ones where a replica has too few samples.
         too_long: what becomes of a sample of more tokens than the budget: "refuse"; "alone", a micro-batch

@@ -49,6 +49,7 @@ FLOORS = {
     "update": 4,
     "engine_finish": 4,
     "result": 4,
+    "shares": 4,
     "tally": 4,
     "snapshot": 4,
     "resume": 4,

@@ -13,7 +13,7 @@ WEIGHTS = torch.linspace(-1, 1, 6).reshape(3, 2)
 
 
 def marks(batch: object) -> list[float]:
-    return read_scalars(list(content_marks(batch)))
+    return read_scalars(content_marks(batch))
 
 
 def test_the_same_values_have_the_same_marks_wherever_they_lie_in_memory() -> None:
@@ -33,6 +33,8 @@ def test_the_same_values_have_the_same_marks_wherever_they_lie_in_memory() -> No
         {"x": IDS, "w": -WEIGHTS},
         {"x": IDS, "w": WEIGHTS.where(WEIGHTS > -1, torch.nan)},
         {"x": IDS},
+        {"w": WEIGHTS, "x": IDS},
+        [{"x": IDS[:1], "w": WEIGHTS[:1]}, {"x": IDS[1:], "w": WEIGHTS[1:]}],
     ],
 )
 def test_other_tensors_have_others(other: dict[str, torch.Tensor]) -> None:

@@ -240,7 +240,7 @@ def refused(rank: int, ranks: int) -> list[str]:
     alone, _ = window_of(rank, ranks)
     tell(lambda: alone.run(batches(0, 2), counting_pass=True, loss_fn=OBJECTIVE), WindowUsageError)
     elsewhere, _ = window_of(rank, ranks)
-    tell(lambda: elsewhere.run(batches(10 * rank, 1 + rank)), WindowUsageError)
+    tell(lambda: elsewhere.run(batches(10 * rank, 2 + rank)), WindowUsageError)
     stages = [PipelineStage(nn.Linear(2, 2), rank, 2, torch.device("cpu"))] * 2
     tell(lambda: PipelinedModel(stages, schedule=Schedule1F1B, inputs=inputs), UnsupportedError)
     plan = plan_batch(global_batch_samples=6, micro_batch_samples=3, ranks=2)

@@ -11,25 +11,32 @@ from torch import Tensor
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def content_marks(batch: Any) -> Iterator[Tensor | int]:
+def content_marks(batches: Any) -> list[Tensor | int]:
     """Numbers that are the same for the same tensors, and nearly always others for others.
 
-    For each dense tensor in the batch the bytes of an element, its shape, and ``sum_s (s + 1) * sum of the
-    bits of sample s`` with the bits read as whole numbers, modulo 2^64; s counts dimension 0.
+    For each dense tensor the bytes of an element and its shape; then for each device ``sum_s (s + 1) * sum
+    of the bits of sample s`` with the bits read as whole numbers, modulo 2^64. s counts dimension 0 of one
+    tensor after another.
 
     Args:
-        batch: a tensor, or a mapping, tuple or list of batches; what else is in it is not looked at.
+        batches: a tensor, or a mapping, tuple or list of batches; what else is in it is not looked at.
 
-    Yields:
-        Whole numbers, and 0-dimensional int64 tensors on the devices of the batch, which nobody reads here.
+    Returns:
+        Whole numbers, and 0-dimensional int64 tensors on the devices of the batches, which nobody reads
+        here.
 
     Exactness: whole numbers, so the same on every device. Elements that change places within one sample are
     not seen.
     """
-    for tensor in tensors_in(batch):
-        if tensor.layout is torch.strided:
-            yield from (tensor.element_size(), *tensor.shape)
-            yield _sum_of_bits(tensor.detach())
+    tensors = [one for one in tensors_in(batches) if one.layout is torch.strided]
+    marks: list[Tensor | int] = [n for tensor in tensors for n in (tensor.element_size(), *tensor.shape)]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(_bits_by_sample(tensor.detach()))
+    for parts in by_device.values():
+        bits = torch.cat(parts)
+        marks.append(torch.arange(1, 1 + len(bits), device=bits.device).mul_(bits).sum())
+    return marks
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -47,8 +54,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def _sum_of_bits(values: Tensor) -> Tensor:
+def _bits_by_sample(values: Tensor) -> Tensor:
+    """The bits of each sample as whole numbers, added up: int64 ``[samples]``; of a scalar as of one."""
     values = torch.view_as_real(values) if values.is_complex() else values
     bits = values.contiguous().view(_BITS[values.element_size()])
-    of_samples = bits.flatten(1).sum(1, dtype=torch.int64) if bits.ndim > 1 else bits.reshape(-1)
-    return (of_samples * torch.arange(1, 1 + len(of_samples), device=values.device)).sum()
+    return bits.flatten(1).sum(1) if bits.ndim > 1 else bits.reshape(-1).long()

@@ -6,9 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from wholebatch.objective import LossSum
 from wholebatch.ranks.base import Roles
 from wholebatch.record import finite
@@ -51,6 +48,33 @@ class Result:
             *roles.slots(float(first_bad)),
             *roles.slots(float(self.peak_memory_bytes)),
         ]
+
+    def miscounted(
+        self, ahead: Sequence[Sequence[float | None]], terms: Sequence[str]
+    ) -> tuple[int, str] | None:
+        """The first micro-batch whose loss summed other items than were counted, and how, in words.
+
+        Args:
+            ahead: for each micro-batch and term, the items counted before its forward; None where unknown.
+            terms: their names.
+        """
+        if ahead == self.items:
+            return None
+        for index, (before, summed) in enumerate(zip(ahead, self.items, strict=True)):
+            for term, counted, number in zip(terms, before, summed, strict=True):
+                wanted = number if counted is None else counted
+                if not 0.0 <= number < math.inf:
+                    return index, (
+                        f"the loss of term {term!r} says that it summed {number:g} items; a number of "
+                        f"items is finite and not negative"
+                    )
+                if abs(number - wanted) > 1e-6 * wanted:
+                    return index, (
+                        f"the loss of term {term!r} summed {number:g} items and the objective counted "
+                        f"{wanted:g} ahead of the forward; count what is summed (shifted labels, ignored "
+                        f"labels, class weights). Everything was rolled back"
+                    )
+        return None
 
     def _copies(self, roles: Roles) -> tuple[float, float]:
         """``s * p^2`` and ``p^2``: the first adds up to zero where copies have the same norm p."""
@@ -113,6 +137,37 @@ class GlobalResult:
             peak_memory_bytes=peaks if all(peaks) else None,
         )
 
+    def why_odd(self, own: Result, norm: float, *, norm_in_parts: bool, steps_itself: bool) -> str | None:
+        """Why this is no gradient of one update, in words; None where it is one. Every rank sees it.
+
+        Args:
+            own: what this rank found.
+            norm: of the whole gradient.
+            norm_in_parts: whether each rank told the norm of a part.
+            steps_itself: whether the engine steps, and shows no gradients.
+        """
+        if not self.some_gradient and norm == 0.0 and any(self.items) and not steps_itself:
+            return (
+                "no parameter of the optimizer received a gradient; is the optimizer built from the "
+                "parameters of this model?"
+            )
+        if not (norm_in_parts or self.same_gradient):
+            return (
+                f"a gradient of norm {norm:.6g} is here and another on another rank: they were not reduced "
+                f"as a whole. Something ran the engine's reduction beside the window, such as "
+                f"torch.autograd.grad in the first update of DDP(static_graph=True). Everything was rolled "
+                f"back"
+            )
+        if not self.same_copies:
+            return (
+                f"ranks of one replica hold copies of parameters, as of a norm, and other gradients of "
+                f"them (of norm {own.norm_of_copies:.6g} here): each would train its own. Their layer runs "
+                f"on a part of the sequence, or with other random numbers on each rank: make its "
+                f"parameters DTensors with SequenceParallel in parallelize_module, which adds up over the "
+                f"parts, or seed the ranks alike. Everything was rolled back"
+            )
+        return None
+
     def why_nonfinite(self) -> str:
         """Which micro-batch of which rank made the update NaN or infinite, in words."""
         named = [
@@ -158,23 +213,6 @@ def losses_by_term(
 def whole(number: float) -> int | float:
     """A number of items as an integer where it is one."""
     return int(number) if float(number).is_integer() else number
-
-
-def share_of_mean(loss: LossSum, share: float) -> Tensor:
-    """``share / n`` for the summed loss of a micro-batch with n items, and 0 where it has none.
-
-    Args:
-        loss: the sum and its items, which may lie on the device.
-        share: what the mean of each micro-batch counts for.
-
-    Returns:
-        Tensor of the sum's shape and dtype, or float32 where wider; nothing is read by the host.
-
-    Exactness: one rounding.
-    """
-    wide = torch.promote_types(loss.loss_sum.dtype, torch.float32)
-    items = torch.as_tensor(loss.num_items, dtype=wide, device=loss.loss_sum.device).detach()
-    return torch.where(items > 0, share / items, torch.zeros_like(items)).reshape(loss.loss_sum.shape)
 
 
 def without_graph(loss: LossSum) -> LossSum:

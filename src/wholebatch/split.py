@@ -9,13 +9,13 @@ collation makes ``[inputs, labels]`` of samples that are pairs. Numbers, strings
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from wholebatch.errors import SplitError
+from wholebatch.errors import SplitError, WindowUsageError
 
 SAMPLE_LENGTHS = "sample_lengths"
 _SHARED = (str, bytes, bool, int, float, complex, type(None))
@@ -92,6 +92,35 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
     ends = list(accumulate(sizes))
     parts = _as_collated(batch)
     return [_cut(parts, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def listed_micro_batches(batches: Any, *, most: int | None) -> list[Any]:
+    """The micro-batches of one update, checked not to be one batch.
+
+    Args:
+        batches: an iterable of micro-batches.
+        most: how many there may be; None for any number.
+
+    Raises:
+        WindowUsageError: one batch in place of several, or more than ``most``.
+    """
+    if isinstance(batches, torch.Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise WindowUsageError(
+            f"update takes a list of micro-batches, got one {type(batches).__name__}; cut it with "
+            f"wholebatch.split.split_batch(batch, sizes), or pass [batch]"
+        )
+    held = list(batches)
+    if isinstance(batches, tuple) and held and all(isinstance(part, torch.Tensor) for part in held):
+        shapes = " and ".join(str(list(part.shape)) for part in held[:4])
+        raise WindowUsageError(
+            f"update takes a list of micro-batches, got a tuple of {len(held)} tensors ({shapes}), as one "
+            f"micro-batch (inputs, targets) is; pass [batch], or list(batches) where each is one"
+        )
+    if most is not None and len(held) > most:
+        raise WindowUsageError(
+            f"this update has {len(held)} micro-batches on this rank, more than the plan's {most}"
+        )
+    return held
 
 
 def like_mapping(mapping: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:

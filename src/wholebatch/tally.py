@@ -18,7 +18,7 @@ from wholebatch.errors import ObjectiveError, WindowUsageError
 from wholebatch.gradients import read_scalars
 from wholebatch.objective import Number, Objective, SummedLoss
 from wholebatch.order import format_digest, sample_digest
-from wholebatch.ranks.agreement import unlike_first
+from wholebatch.ranks.agreement import name_ranks, unlike_first
 from wholebatch.ranks.base import Roles
 
 _DIGEST_PARTS = 4
@@ -117,6 +117,38 @@ class GlobalTally:
         """How many ranks hold none."""
         return self.micro_batches_of.count(0)
 
+    def refuse_odd(self, *, settings: str, replicas: int, planned_samples: int | None) -> None:
+        """Refuse what no update can be made of; every rank sees the same.
+
+        Args:
+            settings: of this rank, in words.
+            replicas: D.
+            planned_samples: of a full global batch; None where nobody planned it.
+
+        Raises:
+            WindowUsageError: no micro-batch, more samples than planned, ranks that don't agree.
+        """
+        if self.micro_batches == 0 and self.samples_left_out == 0:
+            raise WindowUsageError("an update needs at least one micro-batch on some rank; got none")
+        if self.other_settings:
+            raise WindowUsageError(
+                f"the ranks do not have the same settings: {name_ranks(self.other_settings)} not as "
+                f"rank 0; this one has {settings}. Build the window and load its state alike on "
+                f"every rank"
+            )
+        if self.other_samples:
+            raise WindowUsageError(
+                f"other micro-batches were given to {name_ranks(self.other_samples)} than to another rank "
+                f"of the same replica, by what their tensors hold or by their sample ids; ranks that share "
+                f"a replica (tensor, context or pipeline parallel) are given the same samples, in the same "
+                f"order: draw them by the replica's number, not by the rank's"
+            )
+        if planned_samples is not None and self.samples > planned_samples:
+            raise WindowUsageError(
+                f"this update holds {self.samples} samples over {replicas} replicas, more than "
+                f"the plan's global batch of {planned_samples}"
+            )
+
     def why_empty(self) -> str:
         """Why an update without items has none, in words."""
         if self.samples_left_out and not self.samples:
@@ -199,7 +231,7 @@ def tally(
     """
     terms = list(objective.coefficients)
     flat = _items(batches, objective, terms) if counted is None else [c[t] for c in counted for t in terms]
-    marks = [mark for batch in batches for mark in content_marks(batch)] if compares_content else []
+    marks = content_marks(batches) if compares_content else []
     # one read of the device for both
     read = read_scalars([*(0.0 if number is None else number for number in flat), *marks])
     known, content = read[: len(flat)], tuple(read[len(flat) :])

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from operator import attrgetter
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -52,14 +51,14 @@ from wholebatch.result import (
     GlobalResult,
     Result,
     losses_by_term,
-    share_of_mean,
     whole,
     without_graph,
 )
+from wholebatch.shares import Shares
 from wholebatch.snapshot import GRADIENTS_CHANGED, Snapshot
+from wholebatch.split import listed_micro_batches
 from wholebatch.tally import GlobalTally, fingerprint, tally
 
-_KIND = attrgetter("dtype", "shape", "device")
 _COUNTERS = tuple(one.name for one in fields(Counters))
 
 
@@ -118,9 +117,7 @@ class Update:
         self._held: list[Any] = []
         self._losses: list[dict[str, LossSum]] = []  # detached, by micro-batch
         self._pending: PendingExchange | None = None
-        self._tally: GlobalTally | None = None
-        self._shares: dict[str, float] = {}  # what each term's summed loss counts for
-        self._seeds: dict[str, tuple[Any, Tensor]] = {}  # the same as tensors, times the loss scale
+        self._settled: tuple[GlobalTally, Shares] | None = None
         self._entered = False
         self._agreed = False  # every rank knows how this update ended
         self._irrevocable = False
@@ -170,7 +167,8 @@ class Update:
             f"denominator {window.provisional_items}"
         )
         self._rate_marks = finish.rate_marks()
-        self._held = _micro_batches(self._batches, window.plan)
+        self._held = listed_micro_batches(self._batches, most=_planned_micro_batches(window.plan))
+        window.ranks.check_window(self._held, finish.wide, finish.parameters)
         counted = self._counting_pass()
         self._ahead = tally(
             self._held,
@@ -226,73 +224,33 @@ class Update:
                 f"every rank as many micro-batches"
             )
 
-    def _settle(self) -> GlobalTally:
-        """Wait for the totals over the ranks, once, and fix what every summed loss is worth."""
-        if self._tally is not None:
-            return self._tally
+    def _settle(self) -> tuple[GlobalTally, Shares]:
+        """Wait for the totals over the ranks, once, and fix what every summed loss counts for."""
+        if self._settled is not None:
+            return self._settled
         assert self._pending is not None
         window, ranks, pending = self._window, self._window.ranks, self._pending
         self._pending = None
         total = GlobalTally.from_sums(pending.wait(), roles=ranks.roles, num_terms=len(window.terms))
-        if total.micro_batches == 0 and total.samples_left_out == 0:
-            raise WindowUsageError("an update needs at least one micro-batch on some rank; got none")
-        if total.other_settings:
-            raise WindowUsageError(
-                f"the ranks do not have the same settings: {name_ranks(total.other_settings)} not as "
-                f"rank 0; this one has {self._settings}. Build the window and load its state alike on "
-                f"every rank"
-            )
-        if total.other_samples:
-            raise WindowUsageError(
-                f"other micro-batches were given to {name_ranks(total.other_samples)} than to another rank "
-                f"of the same replica, by what their tensors hold or by their sample ids; ranks that share "
-                f"a replica (tensor, context or pipeline parallel) are given the same samples, in the same "
-                f"order: draw them by the replica's number, not by the rank's"
-            )
-        planned = _planned_samples(window.plan)
-        if planned is not None and total.samples > planned:
-            raise WindowUsageError(
-                f"this update holds {total.samples} samples over {ranks.num_replicas} replicas, more than "
-                f"the plan's global batch of {planned}"
-            )
+        total.refuse_odd(
+            settings=self._settings,
+            replicas=ranks.num_replicas,
+            planned_samples=_planned_samples(window.plan),
+        )
         self._weightless = self._spare_batches(total)
         ranks.open_window(uneven=total.uneven, ranks_without=total.ranks_without, reset=total.reset)
         ranks.widen(window.finish.wide, window.finish.parameters, max(total.micro_batches_of))
-        divided_by = self._divided_by(total)
-        for term, coefficient in window.objective.coefficients.items():
-            n = divided_by[term]
-            self._shares[term] = coefficient * ranks.divisor / n if n > 0 else 0.0
-        self._tally = total
-        return total
-
-    def _divided_by(self, total: GlobalTally) -> dict[str, float]:
-        """By term N, provisional where it is not known; or the number of means that are averaged."""
-        window = self._window
-        # Provisional: the last update's N, corrected once it is known. The first update has none.
-        self._provisional = window.provisional_items or float(max(1, total.positions, total.samples))
-        if window.weighting == "micro_batch_means":
-            if total.parts != total.micro_batches:
-                raise WindowUsageError(
-                    f'weighting="micro_batch_means" takes a mean over the items of each micro-batch, and '
-                    f"{total.micro_batches} micro-batches are cut into {total.parts} parts over "
-                    f'context-parallel ranks, of which none has them all; use weighting="items"'
-                )
-            return dict.fromkeys(window.terms, float(total.micro_batches))
-        unknown = [term for term, n in zip(window.terms, total.items, strict=True) if n is None]
-        if unknown and len(window.terms) > 1:
-            raise ObjectiveError(
-                f"the items of {', '.join(map(repr, unknown))} are not known before the forward, and one "
-                f"correction at the finish can't mend one of {len(window.terms)} denominators; give that "
-                f"term a count, or use window.run(..., counting_pass=True)"
-            )
-        if unknown and window.snapshot.includes_stale:
-            raise ObjectiveError(
-                'on_stale_gradients="include" needs the number of items ahead of the forward: the '
-                "correction of a provisional denominator would scale the included gradient too. Give the "
-                "objective a count"
-            )
-        known = zip(window.terms, total.items, strict=True)
-        return {term: self._provisional if n is None else n for term, n in known}
+        shares = Shares.of(
+            total,
+            objective=window.objective,
+            weighting=window.weighting,
+            finish=window.finish,
+            divisor=ranks.divisor,
+            last_items=window.provisional_items,
+            includes_stale=window.snapshot.includes_stale,
+        )
+        self._settled = total, shares
+        return self._settled
 
     def _spare_batches(self, total: GlobalTally) -> list[Any]:
         """What this rank runs beside the others' micro-batches where it has fewer, and each turn is
@@ -372,9 +330,7 @@ class Update:
     def _run_by_schedule(self, loss_of: Callable[[Any, Any], Any]) -> None:
         """The turns of an engine that runs forwards and backwards by itself; it can't be stopped inside."""
         window = self._window
-        self._settle()
-        window.ranks.check_window(self._held)
-
+        _, shares = self._settle()
         found: dict[int, dict[str, LossSum]] = {}
         failed: dict[int, Exception] = {}
 
@@ -383,7 +339,7 @@ class Update:
             failed.pop(number, None)
             try:
                 by_term = self._by_term(loss_of(output, batch))
-                seeds = {term: self._seed(term, one, False) for term, one in by_term.items()}
+                seeds = {term: shares.seed(term, one) for term, one in by_term.items()}
                 total = torch.stack([one.loss_sum * seeds[term] for term, one in by_term.items()]).sum()
                 if not total.requires_grad:
                     self._refuse_missing_graph(by_term)
@@ -396,7 +352,7 @@ class Update:
             return total if total.requires_grad else None
 
         self._refuse(self._changed())
-        self._meet_before_reducing()
+        self._irrevocable = True  # the stages wait for each other from the first forward on
         window.ranks.run_window(weighed)
         self._irrevocable = False
         self._failed_inside = failed[min(failed)] if failed else None
@@ -426,15 +382,14 @@ class Update:
             )
         ranks, snapshot = self._window.ranks, self._window.snapshot
         by_term = self._by_term(loss)
-        if self._tally is None:
-            self._settle()
+        _, shares = self._settled or self._settle()
         # a reduction may put its own tensors in the place of gradients, which covers that trace
         weightless = self._turn < 0
         covers = ranks.synchronises or len(self._losses) == len(self._held) - 1
         if snapshot.gradients.changed(whole=covers) or ranks.gradients_written():
             self._refuse(GRADIENTS_CHANGED)
         roots = [
-            (given.loss_sum, self._seed(term, given, weightless))
+            (given.loss_sum, _nothing(given) if weightless else shares.seed(term, given))
             for term, given in by_term.items()
             if given.loss_sum.requires_grad
         ]
@@ -502,20 +457,6 @@ class Update:
             )
         return {term: as_loss_sum(by_term[term], name=f"term {term!r}") for term in terms}
 
-    def _seed(self, term: str, loss: LossSum, weightless: bool) -> Tensor:
-        """The gradient of the update with respect to a term's summed loss, times the loss scale."""
-        loss_sum = loss.loss_sum
-        if weightless:
-            return torch.zeros_like(loss_sum, requires_grad=False)
-        if self._window.weighting == "micro_batch_means":
-            share = share_of_mean(loss, self._shares[term])
-            return self._window.finish.scaled(share).to(loss_sum.dtype)
-        kind, made = _KIND(loss_sum), self._seeds.get(term)
-        if made is None or made[0] != kind:
-            share = torch.full_like(loss_sum, self._shares[term], requires_grad=False)
-            made = self._seeds[term] = kind, self._window.finish.scaled(share).to(loss_sum.dtype)
-        return made[1]
-
     def _refuse_missing_graph(self, by_term: Mapping[str, LossSum]) -> None:
         """Refuse a loss without a graph to run; none is needed where there is no item to learn from."""
         ranks = self._window.ranks
@@ -550,7 +491,7 @@ class Update:
     def _commit(self) -> None:
         window, ranks = self._window, self._window.ranks
         self._refuse_incomplete()
-        total = self._settle()
+        total, shares = self._settle()
         self._refuse_incomplete()
         self._refuse(self._changed())
         if ranks.reduces_at_the_end:
@@ -559,7 +500,7 @@ class Update:
             ranks.reduce(window.finish.parameters)
             self._irrevocable = False
         gradient_norm, result = self._agree_on_result()
-        self._conclude(total, result, gradient_norm)
+        self._conclude(total, result, gradient_norm, shares)
 
     def _refuse_incomplete(self) -> None:
         turns = len(self._weightless) + len(self._held)
@@ -604,77 +545,32 @@ class Update:
             raise problem or other from None
         total = GlobalResult.from_sums(sums, num_ranks=ranks.roles.num_ranks, num_terms=terms)
         norm = total.norm_of_parts if ranks.norm_in_parts else reading.norm
-        self._refuse_odd_gradient(total, norm, reading.norm_of_copies)
+        steps_itself = ranks.stepper is not None
+        if odd := total.why_odd(result, norm, norm_in_parts=ranks.norm_in_parts, steps_itself=steps_itself):
+            self._irrevocable = False  # every rank sees it
+            raise UpdateError(f"rank {ranks.rank}: {odd}")
         return norm, total
-
-    def _refuse_odd_gradient(self, total: GlobalResult, norm: float, norm_of_copies: float) -> None:
-        """Refuse what all ranks see alike, so that all of them roll back."""
-        ranks = self._window.ranks
-        self._irrevocable = False
-        if not total.some_gradient and norm == 0.0 and any(total.items) and ranks.stepper is None:
-            raise UpdateError(
-                f"rank {ranks.rank}: no parameter of the optimizer received a gradient; is the optimizer "
-                f"built from the parameters of this model?"
-            )
-        if not (ranks.norm_in_parts or total.same_gradient):
-            raise UpdateError(
-                f"rank {ranks.rank} holds a gradient of norm {norm:.6g} and another rank another one: "
-                f"they were not reduced as a whole. Something ran the engine's reduction beside the "
-                f"window, such as torch.autograd.grad in the first update of DDP(static_graph=True). "
-                f"Everything was rolled back"
-            )
-        if not total.same_copies:
-            raise UpdateError(
-                f"rank {ranks.rank}: ranks of one replica hold copies of parameters, as of a norm, and "
-                f"other gradients of them (of norm {norm_of_copies:.6g} here): each would train its "
-                f"own. Their layer runs on a part of the sequence, or with other random numbers on each "
-                f"rank: make its parameters DTensors with SequenceParallel in parallelize_module, which "
-                f"adds up over the parts, or seed the ranks alike. Everything was rolled back"
-            )
-        self._irrevocable = True
 
     def _problem(self, result: Result) -> Exception | None:
         """Why this rank can't commit, if so."""
         if self._failed_inside is not None:
             return self._failed_inside
-        window, counted_ahead = self._window, self._ahead.items
-        has_losses = window.ranks.roles.counts_losses  # not the other stages of a pipeline
-        same = counted_ahead == result.items or not has_losses
-        differing = () if same else zip(counted_ahead, result.items, strict=True)
-        for index, (ahead, summed) in enumerate(differing):
-            for term, counted, number in zip(window.terms, ahead, summed, strict=True):
-                wanted = number if counted is None else counted
-                if not 0.0 <= number < math.inf:
-                    return CountMismatchError(
-                        f"{self._where(index)}: the loss of term {term!r} says that it summed {number:g} "
-                        f"items; a number of items is finite and not negative"
-                    )
-                if abs(number - wanted) > 1e-6 * wanted:
-                    return CountMismatchError(
-                        f"{self._where(index)}: the loss of term {term!r} summed {number:g} items and the "
-                        f"objective counted {wanted:g} ahead of the forward; count what is summed (shifted "
-                        f"labels, ignored labels, class weights). Everything was rolled back"
-                    )
-        return None
+        window = self._window
+        if not window.ranks.roles.counts_losses:  # such as the first stages of a pipeline
+            return None
+        found = result.miscounted(self._ahead.items, window.terms)
+        return CountMismatchError(f"{self._where(found[0])}: {found[1]}") if found else None
 
-    def _conclude(self, total: GlobalTally, result: GlobalResult, norm: float) -> None:
+    def _conclude(self, total: GlobalTally, result: GlobalResult, norm: float, shares: Shares) -> None:
         """Step or skip, count, advance, clear; from here on there is no way back."""
         window, finish, counters = self._window, self._window.finish, self._window.counters
         items = [
             summed if ahead is None else ahead
             for ahead, summed in zip(total.items, result.items, strict=True)
         ]
-        provisional = total.items[0] is None and window.weighting == "items"
-        correction = self._provisional / items[0] if provisional and items[0] > 0 else 1.0
+        correction = shares.correction(items[0])
         norm *= correction
-        outcome: Outcome = "applied"
-        if not any(items):
-            outcome, reason = "skipped_empty", total.why_empty()
-        elif result.nonfinite or not finish.can_be_stepped(norm):  # the correction may make it too large
-            outcome, reason = "skipped_nonfinite", result.why_nonfinite()
-            if window.on_nonfinite == "raise":
-                self._irrevocable = False  # every rank raises this
-                raise NonFiniteUpdateError(f"{reason}. Everything was rolled back, the loss scale too")
+        outcome, reason = self._outcome(total, result, norm, items)
         applied = outcome == "applied"
         clip = finish.clip_factor(norm)
         if applied:
@@ -699,35 +595,63 @@ class Update:
         window.ranks.end(committed=True)
         if items[0] > 0:
             window.provisional_items = items[0]
+        self._record = self._written(total, result, items, outcome, reason, (norm, norm * clip))
+        window.open_update = None
+        self._held, self._batches = [], ()  # a kept update keeps no data alive
+        self._irrevocable = False
+
+    def _outcome(
+        self, total: GlobalTally, result: GlobalResult, norm: float, items: list[float]
+    ) -> tuple[Outcome, str | None]:
+        """Which of the three ends of a committed update this is, and why it is none of the first."""
+        if not any(items):
+            return "skipped_empty", total.why_empty()
+        # the correction of a provisional N may have made the norm too large
+        if not result.nonfinite and self._window.finish.can_be_stepped(norm):
+            return "applied", None
+        reason = result.why_nonfinite()
+        if self._window.on_nonfinite == "raise":
+            self._irrevocable = False  # every rank raises this
+            raise NonFiniteUpdateError(f"{reason}. Everything was rolled back, the loss scale too")
+        return "skipped_nonfinite", reason
+
+    def _written(
+        self,
+        total: GlobalTally,
+        result: GlobalResult,
+        items: list[float],
+        outcome: Outcome,
+        reason: str | None,
+        norms: tuple[float, float],
+    ) -> UpdateRecord:
+        """The record of an update that was counted; ``norms`` of the gradient before and after clipping."""
+        window, counters = self._window, self._window.counters
         planned = _planned_samples(window.plan)
         by_term, loss_per_item = losses_by_term(window.objective.coefficients, result.losses, items)
-        self._record = UpdateRecord(
+        return UpdateRecord(
             outcome=outcome,
-            reason=None if applied else reason,
+            reason=reason,
             updates_attempted=counters.updates_attempted,
             updates_applied=counters.updates_applied,
             micro_batches=total.micro_batches,
             samples=total.samples,
-            items=consumed,
+            items=whole(items[0]),
             positions=total.positions,
             sample_digest=total.digest,
             loss_per_item=loss_per_item,
             terms=by_term,
-            gradient_norm=finite(norm),
-            gradient_norm_after_clip=finite(norm * clip),
+            gradient_norm=finite(norms[0]),
+            gradient_norm_after_clip=finite(norms[1]),
             loss_scale=self._loss_scale,
             learning_rates=self._learning_rates,
             reductions=window.ranks.reductions,
             weighting=window.weighting,
-            accumulated_in=finish.wide.added_up_in,
+            accumulated_in=window.finish.wide.added_up_in,
             partial=planned is not None and total.samples + total.samples_left_out < planned,
             samples_left_out=total.samples_left_out,
             seconds=perf_counter() - self._started,
             peak_memory_bytes=result.peak_memory_bytes,
         )
-        window.open_update = None
-        self._held, self._batches = [], ()  # a kept update keeps no data alive
-        self._irrevocable = False
 
     def _end_without_commit(self, error: BaseException) -> None:
         """Put everything back and tell the other ranks; or, where that is too late, poison."""
@@ -808,22 +732,11 @@ def _planned_samples(plan: AnyPlan | None) -> int | None:
     return None if plan is None else plan.global_batch_samples
 
 
-def _micro_batches(batches: Any, plan: AnyPlan | None) -> list[Any]:
-    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
-        raise WindowUsageError(
-            f"update takes a list of micro-batches, got one {type(batches).__name__}; cut it with "
-            f"wholebatch.split.split_batch(batch, sizes), or pass [batch]"
-        )
-    held = list(batches)
-    if isinstance(batches, tuple) and held and all(isinstance(part, Tensor) for part in held):
-        shapes = " and ".join(str(list(part.shape)) for part in held[:4])
-        raise WindowUsageError(
-            f"update takes a list of micro-batches, got a tuple of {len(held)} tensors ({shapes}), as one "
-            f"micro-batch (inputs, targets) is; pass [batch], or list(batches) where each is one"
-        )
-    most = None if plan is None else plan.micro_batches_per_window
-    if most is not None and len(held) > most:
-        raise WindowUsageError(
-            f"this update has {len(held)} micro-batches on this rank, more than the plan's {most}"
-        )
-    return held
+def _planned_micro_batches(plan: AnyPlan | None) -> int | None:
+    """Micro-batches of a full window on one rank; None where the plan does not say."""
+    return None if plan is None else plan.micro_batches_per_window
+
+
+def _nothing(loss: LossSum) -> Tensor:
+    """The gradient of the update with respect to a summed loss that does not count."""
+    return torch.zeros_like(loss.loss_sum, requires_grad=False)

@@ -258,8 +258,19 @@ class Ranks(ABC):
         its last backward or the start of the update."""
         return False
 
-    def check_window(self, batches: Sequence[Any]) -> None:  # noqa: B027 - as above
-        """Take in a rank's micro-batches, where ``runs_windows``; refuse what the schedule can't run."""
+    def check_window(  # noqa: B027 - as above
+        self, batches: Sequence[Any], wide: WideGradients, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        """Take in a rank's micro-batches, where ``runs_windows``, before the ranks first meet.
+
+        Args:
+            batches: of this rank.
+            wide: knows what is wide enough to add their gradients up in.
+            parameters: of the optimizers.
+
+        Raises:
+            WindowUsageError, UnsupportedError: the schedule can't run them, or would lose digits.
+        """
 
     def run_window(self, loss: Callable[[Any, Any, int], Tensor | None]) -> None:
         """Run what :meth:`check_window` took in forwards and backwards.

@@ -85,7 +85,6 @@ class PipelineRanks(SpreadRanks):
 
     def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
         if self._sharded:
-            self._refuse_narrow(wide, parameters, micro_batches)
             return
         super().widen(wide, parameters, micro_batches)
         if wide.active:
@@ -104,13 +103,17 @@ class PipelineRanks(SpreadRanks):
         ):
             wide.refuse_narrow(dtypes, micro_batches=micro_batches, why=kept)
 
-    def check_window(self, batches: Sequence[Any]) -> None:
+    def check_window(
+        self, batches: Sequence[Any], wide: WideGradients, parameters: Sequence[nn.Parameter]
+    ) -> None:
         if not torch.is_grad_enabled():
             raise WindowUsageError(
                 "the update of a pipeline was begun under no_grad or inference_mode, where its stages keep "
                 "nothing for their backwards; leave that first"
             )
         self._calls = self._model.calls(batches)
+        if self._sharded:  # all replicas have as many
+            self._refuse_narrow(wide, parameters, len(batches))
 
     def run_window(self, loss: Loss) -> None:
         for call in self._calls:

@@ -22,7 +22,8 @@ finish, and one of three ends:
 
 Apart from the reduction itself the ranks meet three times an update, in
 :class:`wholebatch.ranks.agreement.Agreement`: to add up what the window holds, before the backward that
-reduces, and to agree on what came out.
+reduces, and to agree on what came out. The stages of a pipeline wait for each other in the first forward
+already, and do without the second.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Hundreds of processes import the same files: bytecode is kept, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: venv train test lint peers test-peers faults engines benchmark clean
 
 venv: $(READY)
@@ -20,14 +23,16 @@ train: venv
 	$(BIN)/wholebatch train
 
 lint: venv
+	@echo "--- lint and types"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # Lint and types first, then the fast tests, then those that start processes or train, then other libraries.
+# Fast and slow ones are one run, since each worker imports every test file at its start.
 test: lint
-	$(BIN)/python -m pytest -n 2 -m "not slow"
-	$(BIN)/python -m pytest -n 2 -m slow
+	@echo "--- tests, the fast ones first"
+	$(BIN)/python -m pytest -n 2
 	$(MAKE) test-peers
 
 # Other versions of other libraries, each in a folder of its own under build/peers; two minutes.
@@ -36,6 +41,7 @@ peers: venv
 
 # The audit on scripts that use them, and on the newest ones.
 test-peers: peers
+	@echo "--- tests of other libraries"
 	$(BIN)/python -m pytest -m peers tests/peers
 
 # Every fault at every place under every layout, and the tables of docs/faults.md; some minutes.

@@ -9,7 +9,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 
-for _name in ("torch.distributed", "torch.nn.parallel", "numpy", "pytest", "ranks", "wholebatch.window"):
+for _name in (
+    *("torch.distributed", "torch.distributed.checkpoint", "torch.distributed.pipelining"),
+    *("torch.nn.parallel", "numpy", "hypothesis", "pytest", "ranks"),
+    *("wholebatch.window", "wholebatch.oracle", "wholebatch.resume", "wholebatch.train.job"),
+):
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
 

@@ -13,6 +13,7 @@ for _name in (
     *("torch.distributed", "torch.distributed.checkpoint", "torch.distributed.pipelining"),
     *("torch.nn.parallel", "numpy", "hypothesis", "pytest", "ranks"),
     *("wholebatch.window", "wholebatch.oracle", "wholebatch.resume", "wholebatch.train.job"),
+    "wholebatch.audit.loop",
 ):
     with contextlib.suppress(Exception):
         importlib.import_module(_name)

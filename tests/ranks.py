@@ -83,7 +83,7 @@ def run_ranks(
         fn: function at the top of a module; it finds its process group initialised.
         n: number of ranks, 1 or more.
         *args: passed to every rank by value.
-        timeout_s: seconds for the whole call, after which the ranks are killed. A collective of the
+        timeout_s: seconds from their start, after which the ranks are killed. A collective of the
             group gives up after half of it, so that a rank left alone can say so itself.
         expect: "results" raises the exception that a rank raised first. "outcomes" waits for every
             rank and returns for each ("ok", value), ("error", type name, message) or
@@ -100,9 +100,9 @@ def run_ranks(
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     ranks: list[_Rank] = []
     try:
-        deadline = time.monotonic() + timeout_s
         for rank in range(n):  # one by one into the list, so that a failed start ends the others
             ranks += [_start(rank, n, call, folder, timeout_s)]
+        deadline = time.monotonic() + timeout_s  # from here: the first start waits for the server's imports
         _collect(ranks, deadline, stop_at_failure=expect == "results")
         late = [one for one in ranks if _is_running(one)]
         if late and not (expect == "results" and _has_failure(ranks)):

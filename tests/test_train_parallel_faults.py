@@ -62,17 +62,16 @@ def test_a_rank_that_fails_in_an_evaluation_is_named_by_the_others(tmp_path: Pat
     assert own == "ValueError"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_a_rank_that_fails_in_an_update_is_named_by_the_others(tmp_path: Path, strategy: str) -> None:
+def test_a_rank_that_fails_in_an_update_is_named_by_the_others(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
-    outcomes = run_ranks(fails_alone, 2, folder, {"strategy": strategy}, True, expect="outcomes")
+    outcomes = run_ranks(fails_alone, 2, folder, {"strategy": "fsdp"}, True, expect="outcomes")
     (alone, words, seconds, _), (_, said, *_) = (outcome[1] for outcome in outcomes)
     assert alone == "PoisonedWindowError"
     assert "rank 1 failed in update" in words
     assert "OutOfMemoryError: no more" in words
     assert "restart from the last committed update" in words
     assert seconds < 20
-    assert "memory ran out" in said or "OutOfMemoryError" in said
+    assert said.startswith("memory ran out in an update")
 
 
 def refused(rank: int, _n: int, folder: str) -> list[tuple[str, str]]:

@@ -94,7 +94,7 @@ def mistakes(turns: Turns, shared: str) -> Iterator[Case]:
                 place=f"{place}, one rank alone",
                 setup=turns.next(layouts(shared)),
                 faults=[Fault(what=what, place=place, update=3, rank=1)],
-                ends=BEYOND | ({end} if place == "in forward" and shared == "fsdp" else set()),
+                ends=BEYOND | ({end} if place != "before the step" and shared == "fsdp" else set()),
             )
         yield Case(
             kind=what,

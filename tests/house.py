@@ -46,6 +46,7 @@ FLOORS = {
     "window": 4,
     "drawing": 4,
     "finish": 4,
+    "optimizers": 4,
     "update": 4,
     "engine_finish": 4,
     "result": 4,

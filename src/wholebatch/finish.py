@@ -7,11 +7,9 @@ one factor, which a fused optimizer applies in its own kernel.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -25,7 +23,15 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from wholebatch.accumulation import WideGradients
 from wholebatch.errors import UnsupportedError, WindowUsageError
-from wholebatch.gradients import gradients_of, is_sharded, own_parameters, read_scalars, scale_gradients
+from wholebatch.gradients import (
+    gradients_of,
+    is_sharded,
+    on_this_rank,
+    own_parameters,
+    read_scalars,
+    scale_gradients,
+)
+from wholebatch.optimizers import refuse_broken_kernel, refuse_several_passes
 from wholebatch.ranks.base import Ranks
 from wholebatch.record import Counters
 
@@ -171,7 +177,7 @@ class Finish:
                 f"parameter of two optimizers or groups would be scaled, clipped and stepped twice"
             )
         for optimizer in self.optimizers:
-            _refuse_broken_kernel(optimizer)
+            refuse_broken_kernel(optimizer)
         if self.scaler is not None and any(
             parameter.dtype == torch.float16 for parameter in self.parameters
         ):
@@ -193,10 +199,19 @@ class Finish:
         return None if scale is None else (id(scale), scale._version)
 
     def unscale(self) -> None:
-        """Take the loss scale out of the gradients."""
-        if self.scaler is not None:
-            for optimizer in self.optimizers:
+        """Take the loss scale out of the gradients; of a DTensor, out of the part on this rank."""
+        if self.scaler is None:
+            return
+        for optimizer, parameters in zip(self.optimizers, self._of_each, strict=True):
+            gradients = gradients_of(parameters)
+            if not any(map(is_sharded, gradients)):
                 self.scaler.unscale_(optimizer)
+                continue
+            # torch's kernel takes no DTensor beside a plain tensor, nor beside one over another mesh
+            parts: Any = _Parts(list(map(on_this_rank, gradients)))
+            self.scaler.unscale_(parts)
+            states = self.scaler._per_optimizer_states
+            states[id(optimizer)] = states.pop(id(parts))
 
     def read(self, ranks: Ranks, scalars: Sequence[Tensor | int | float]) -> Reading:
         """Read the norm and ``scalars`` from the device, once.
@@ -309,12 +324,7 @@ class Finish:
                     f"does not step"
                 )
         for optimizer in self.optimizers:
-            _refuse_closure(optimizer)
-            if any(group.get("differentiable") for group in optimizer.param_groups):
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__}(differentiable=True) keeps the graph of its step; a "
-                    f"window ends with gradients cleared, so use differentiable=False"
-                )
+            refuse_several_passes(optimizer)
 
     def _refuse_no_optimizers(self) -> None:
         for optimizer in self.optimizers:
@@ -324,6 +334,16 @@ class Finish:
                 )
         if not self.optimizers:
             raise WindowUsageError("a window needs at least one optimizer")
+
+
+class _Parts:
+    """Gradients as the optimizer of parameters that a scaler wants to see."""
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        parameters = [gradient.detach() for gradient in gradients]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.param_groups = [{"params": parameters}]
 
 
 @contextmanager
@@ -357,44 +377,3 @@ def _folds(optimizer: Optimizer, gradients: Sequence[Tensor], factor: float) -> 
     # the kernel takes a plain scale beside plain gradients only
     whole = not any(map(is_sharded, gradients))
     return fused and fits and whole and torch.float64 not in map(_DTYPE, gradients)
-
-
-def needs_closure(optimizer_step: Callable[..., Any]) -> bool:
-    """Whether a ``step`` can't be called without a closure that computes the loss again."""
-    closure = inspect.signature(optimizer_step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _refuse_closure(optimizer: Optimizer) -> None:
-    if needs_closure(optimizer.step):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__}.step needs a closure that computes the loss again; one update "
-            f"would then be several passes over a window that is already reduced and cleared. Use an "
-            f"optimizer that steps on gradients"
-        )
-
-
-def _refuse_broken_kernel(optimizer: Optimizer) -> None:
-    """Refuse a fused SGD that silently leaves half-precision parameters where they are."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            half = parameter.dtype in (torch.bfloat16, torch.float16)
-            if group.get("fused") and half and parameter.device.type == "cpu":
-                if _fused_sgd_moves(parameter.dtype):
-                    continue
-                raise UnsupportedError(
-                    f"SGD(fused=True) in torch {torch.__version__} does not move {parameter.dtype} "
-                    f"parameters of 16 or more elements on CPU, without an error (pytorch issue 191763); "
-                    f"use fused=False"
-                )
-
-
-@functools.cache
-def _fused_sgd_moves(dtype: torch.dtype) -> bool:
-    """Try it: versions with and without the fault can't be told apart by number alone."""
-    probe = nn.Parameter(torch.ones(32, dtype=dtype))
-    probe.grad = torch.ones_like(probe)
-    torch.optim.SGD([probe], lr=0.5, fused=True).step()
-    return bool((probe != 1).all())

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wholebatch.errors import ObjectiveError
-from wholebatch.objective import CheckedLossSum, Number, SummedLoss
+from wholebatch.gradients import is_sharded
+from wholebatch.objective import CheckedLossSum, Number, SummedLoss, of_all_ranks
 
 Selector = str | int | Callable[[Any], Tensor]
 
@@ -284,9 +285,12 @@ class _CrossEntropy:
         if self.shift and targets.shape[-1]:  # of no tokens there is nothing to shift
             # Shift the labels, not the logits: a slice of the logits would copy the largest tensor here.
             targets = torch.constant_pad_nd(targets, (-1, 1), self.ignore_index)
+        rows, targets = logits.flatten(0, -2), targets.flatten()
+        if is_sharded(rows):
+            return self._of_classes_in_parts(rows, targets, weights), self._number(targets)
         summed = F.cross_entropy(
-            logits.flatten(0, -2),
-            targets.flatten(),
+            rows,
+            targets,
             weight=weights,
             ignore_index=self.ignore_index,
             reduction="sum",
@@ -309,6 +313,32 @@ class _CrossEntropy:
                 f"{self.name}: {weights.numel()} class weights do not fit logits of {logits.shape[-1]} "
                 f"classes"
             )
+
+    def _of_classes_in_parts(self, rows: Any, targets: Tensor, weights: Tensor | None) -> Tensor:
+        """The sum where classes are cut over ranks, under torch's ``loss_parallel``.
+
+        Whose backward looks class weights up by the ignored labels too (torch 2.13), so they are applied to
+        the loss of each position, which all ranks have whole.
+        """
+        if self.label_smoothing > 0.0:
+            raise ObjectiveError(
+                f"{self.name}(label_smoothing={self.label_smoothing!r}) needs the logits of all classes, "
+                f"and these are cut over ranks, {tuple(rows.placements)}; leave it out, or give the "
+                f"objective logits.full_tensor()"
+            )
+        kind = "sum" if weights is None else "none"
+        try:
+            found = F.cross_entropy(rows, targets, ignore_index=self.ignore_index, reduction=kind)
+        except RuntimeError as error:
+            raise ObjectiveError(
+                f"{self.name}: the logits are cut over ranks, {tuple(rows.placements)}, and torch can't "
+                f"sum their losses ({error}); run the whole update inside `with loss_parallel():`, its "
+                f"backward too, or give the objective logits.full_tensor()"
+            ) from error
+        losses: Tensor = of_all_ranks(found)
+        if weights is None:
+            return losses
+        return (losses * weights[torch.where(targets != self.ignore_index, targets, 0)]).sum()
 
 
 def _are_few_and_alike(found: Sequence[Tensor]) -> bool:

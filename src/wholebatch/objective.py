@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.errors import ObjectiveError
+from wholebatch.gradients import is_sharded
 from wholebatch.split import num_samples
 
 Number = Tensor | int | float
@@ -216,7 +217,7 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
     Raises:
         ObjectiveError: not a scalar sum with one number of items, or summed in half precision.
 
-    Exactness: no arithmetic; the tensors themselves.
+    Exactness: no arithmetic; the tensors themselves. A DTensor is added up where it is still to be.
     """
     if type(value) is CheckedLossSum:
         return value
@@ -225,7 +226,7 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
             f"{name} gave a {type(value).__name__}; it must give (loss_sum, num_items): a loss summed "
             f"over items and not divided, and how many items were summed"
         )
-    loss_sum, items = value
+    loss_sum, items = (of_all_ranks(one) for one in value)
     if loss_sum.numel() != 1:
         raise ObjectiveError(
             f"{name} gave a loss of shape {list(loss_sum.shape)}; sum it over its items to a scalar"
@@ -243,3 +244,8 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
     if isinstance(items, bool) or not isinstance(items, Real) or not -(2**53) <= number <= 2**53:
         raise ObjectiveError(f"{name} gave num_items={items!r}; give a number of items, below 2^53")
     return CheckedLossSum(loss_sum, float(items))
+
+
+def of_all_ranks(value: Any) -> Any:
+    """A DTensor as what it says of all its ranks, with its graph; anything else as it is."""
+    return value.full_tensor() if is_sharded(value) else value

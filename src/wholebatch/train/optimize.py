@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholebatch.errors import UnsupportedError, UsageError
-from wholebatch.finish import needs_closure
+from wholebatch.optimizers import needs_closure
 from wholebatch.targets import find_target
 from wholebatch.train.settings import OptimizerConfig
 

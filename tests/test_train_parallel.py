@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import check_same_ends, largest_difference, parameters, resumed, run, tiny, told
+from jobs import check_same_ends, largest_difference, parameters, resumed, run, tiny, told, write_own
 from ranks import run_ranks
 from wholebatch.train.models.heads import whole_attention
 from wholebatch.train.world import World
@@ -111,9 +111,25 @@ def train_and_resume(rank: int, n: int, folder: str, cases: dict[str, Sections])
 
 
 def test_a_run_in_parts_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    dropout: Sections = {"model": {"dropout": 0.2}}
     cases = {
-        "fsdp": by_strategy(strategy="fsdp"),
+        "ddp": by_strategy() | dropout,
+        "after agreement": by_strategy(reduce="after_agreement") | dropout,
+        # 26 samples: each second update has two of them, and three ranks have none.
+        "tails": by_strategy()
+        | {
+            "data": {"source": f"{write_own(tmp_path)}:data", "options": {"number": 26}},
+            "batch": {"global_batch_samples": 24},
+            "run": {"num_updates": 6},
+            "checkpoints": {"keep_last": 3},
+        },
+        "fsdp": by_strategy(strategy="fsdp") | dropout,
+        "each": by_strategy(strategy="fsdp", reduce="per_micro_batch") | dropout,
+        "hsdp": by_strategy(strategy="hsdp", shards=2) | dropout,
         "tensor": by_strategy(strategy="fsdp", tensor_parallel=2),
+        "pipeline": by_strategy(strategy="pipeline", pipeline_parallel=2) | {"model": {"layers": 2}},
+        "context": by_strategy(context_parallel=2),
+        "context and parts": by_strategy(strategy="fsdp", context_parallel=2),
     }
     for of_rank in run_ranks(train_and_resume, 4, str(tmp_path), cases, timeout_s=120):
         for name, (before, after, records, records_after) in of_rank.items():

@@ -12,7 +12,7 @@ Facts of DDP that this file rests on (read in torch 2.13 and tested against it):
   so does one that follows a stray forward; on all ranks, because disarming rebuilds the buckets.
 * The reducer knows the parameters that required a gradient when DDP was built, and no others.
 * The first forward after the first synchronised backward rebuilds the buckets, which is a collective
-  too. The window has it done right after that backward, so that no forward waits for another rank.
+  too. The window has that done before, in an order that no start can change: see ``buckets.py``.
 * A parameter that the synchronised backward did not reach leaves the reduction unfinished without
   an error until the next forward. The reducer says so when asked.
 * ``static_graph=True`` learns the graph in its first backward, which must be synchronised.
@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,17 +37,11 @@ from wholebatch.accumulation import WideGradients
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
 from wholebatch.gradients import GradientWatch
 from wholebatch.ranks.base import Reduce, Roles, Traffic
+from wholebatch.ranks.buckets import AVERAGING_HOOKS, is_sparse, rebuilds_buckets, settle_buckets
 from wholebatch.ranks.collectives import copy_from_first, held_by_some, sum_over_ranks
 from wholebatch.ranks.roles import roles_of_mesh
 from wholebatch.ranks.several import SeveralRanks, weakly
 
-# Hooks that divide by the number of ranks, as DDP itself does. Any other hook may do anything.
-_AVERAGING_HOOKS = (
-    default_hooks.allreduce_hook,
-    default_hooks.fp16_compress_hook,
-    default_hooks.bf16_compress_hook,
-)
-_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 _OWN_DTYPE = "give the window accumulate_in=torch.bfloat16 to add up in the parameters' own dtype"
 
 
@@ -97,6 +90,10 @@ class DDPRanks(SeveralRanks):
         else:
             self.roles = roles_of_mesh(self._totals, rank, self._num_reducing, context_parallel)
         model.reducer._rebuild_buckets()  # pending where the model was trained before
+        self._settles = not self._always_after and rebuilds_buckets(model)
+        self._unsettled = False
+        if self._settles:
+            self._settle()
         # Weakly: it would keep the model, which must not outlive its process group.
         hook = model.register_forward_pre_hook(weakly(self._note_forward))
         weakref.finalize(self, hook.remove)
@@ -121,8 +118,7 @@ class DDPRanks(SeveralRanks):
 
     def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
         if reset:
-            self._model.reducer._reset_state()
-            self.needs_reset = False
+            self._disarm()
         # A rank without a micro-batch has no backward in which DDP could reduce: reduce at the end.
         self.reduces_at_the_end = self._always_after or ranks_without > 0
         self.divisor = 1.0 if self.reduces_at_the_end else self._averaged_by
@@ -148,7 +144,7 @@ class DDPRanks(SeveralRanks):
                 f"agreement, which goes past DDP's communication hook; leave the hook off, or {_OWN_DTYPE}"
             )
         for name, module in self._model.module.named_modules():
-            if isinstance(module, _LOOKUPS) and module.sparse and module.weight.requires_grad:
+            if is_sparse(module):
                 raise UnsupportedError(_sparse(f"{name}.weight", widened=True))
         return True
 
@@ -184,6 +180,9 @@ class DDPRanks(SeveralRanks):
         if not self.synchronises:
             super().backward(roots)
             return
+        if self._unsettled:  # since a reset, and all ranks got here
+            self._settle()
+            self._model.reducer.prepare_for_backward([])  # as the forward left it
         watch = GradientWatch(parameter for _, parameter in self._reduced)
         watch.mark()
         super().backward(roots)
@@ -223,8 +222,15 @@ class DDPRanks(SeveralRanks):
         # A window that was held back as a whole leaves marks of what it used, as a rolled back one does.
         fell_back = self.reduces_at_the_end and not self._always_after
         if not committed or fell_back:
-            model.reducer._reset_state()
-            self.needs_reset = False
+            self._disarm()
+
+    def _disarm(self) -> None:
+        self._model.reducer._reset_state()
+        self.needs_reset, self._unsettled = False, self._settles
+
+    def _settle(self) -> None:
+        settle_buckets(self._model, [parameter for _, parameter in self._reduced])
+        self._unsettled = False
 
     def _note_forward(self, *_: Any) -> None:
         """Runs before each forward of the DDP model, inside the window and outside."""
@@ -292,12 +298,12 @@ class DDPRanks(SeveralRanks):
                     f"{self._num_reducing}; register the hook before you build the window, or leave it out"
                 )
             return float(declared)
-        unknown = [hook for hook in hooks if hook not in _AVERAGING_HOOKS]
+        unknown = [hook for hook in hooks if hook not in AVERAGING_HOOKS]
         if unknown and not self._always_after:
             name = getattr(unknown[0], "__qualname__", repr(unknown[0]))
             raise UnsupportedError(
                 f"the DDP communication hook {name} is not one of those known to average "
-                f"({', '.join(hook.__name__ for hook in _AVERAGING_HOOKS)}); a hook that sums makes the "
+                f"({', '.join(hook.__name__ for hook in AVERAGING_HOOKS)}); a hook that sums makes the "
                 f"update {self._num_reducing} times too large. Say what it divides by: "
                 f"reduction_divisor={self._num_reducing} for a mean, reduction_divisor=1 for a sum"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from runs import tiny_tables
+from wholebatch.checkpoint_folder import checkpoint_paths
 from wholebatch.record import Evaluation, UpdateRecord
 from wholebatch.run_folder import Run, read_run
 from wholebatch.train.config import TrainConfig, config_from_dict
@@ -141,14 +143,27 @@ from torch import nn
 import wholebatch
 
 
+def die_once(bomb):
+    """Kills rank 1, if the file ``bomb`` is there."""
+    if os.environ.get("RANK", "0") == "1" and bomb.exists():
+        bomb.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Rows:
-    def __init__(self, number, torn):
+    """Kills its process once, when sample number ``deadly`` of a rank is read."""
+
+    def __init__(self, number, torn, bomb="bomb", deadly=0):
         self.number, self.torn = number, Path(torn)
+        self.bomb, self.deadly, self.reads = Path(bomb), deadly, 0
 
     def __len__(self):
         return self.number
 
     def __getitem__(self, index):
+        self.reads += 1
+        if self.reads == self.deadly:
+            die_once(self.bomb)
         if self.torn.is_file() and self.torn.read_text() == str(index):
             raise ValueError(f"row {index} is torn")
         numbers = torch.Generator().manual_seed(index)
@@ -156,9 +171,9 @@ class Rows:
         return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def data(number=64, torn="torn"):
+def data(number=64, torn="torn", bomb="bomb", deadly=0):
     return {
-        "train": Rows(number, torn),
+        "train": Rows(number, torn, bomb, deadly),
         "held_out": Rows(8, "none"),
         "objective": wholebatch.next_token_loss(),
         "vocabulary": 20,
@@ -170,15 +185,15 @@ class Model(nn.Module):
 
     def __init__(self, bomb, deadly):
         super().__init__()
-        self.inside = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
+        # the first is used last, so that gradients do not come in the reverse order of their parameters
+        self.head, self.inside = nn.Linear(8, 20), nn.Embedding(20, 8)
         self.bomb, self.deadly, self.forwards = Path(bomb), deadly, 0
 
     def forward(self, tokens):
         self.forwards += self.training
-        if self.forwards == self.deadly and os.environ.get("RANK", "0") == "1" and self.bomb.exists():
-            self.bomb.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.inside(tokens)
+        if self.forwards == self.deadly:
+            die_once(self.bomb)
+        return self.head(self.inside(tokens))
 
 
 def model(bomb="bomb", deadly=10):
@@ -214,6 +229,20 @@ def on_forward(job: Job, number: int, act: Callable[[], Any], *, training: bool 
             act()
 
     job.model.module.register_forward_pre_hook(count)
+
+
+def newest_checkpoint(folder: Path | str) -> dict[str, str]:
+    """A digest of each file of the last checkpoint that holds tensors."""
+
+    def digest(file: Path) -> str:
+        content = file.read_bytes()
+        if file.suffix == ".safetensors":  # the order inside its header is chance
+            content = content[8 + int.from_bytes(content[:8], "little") :]
+        return hashlib.sha256(content).hexdigest()
+
+    path = checkpoint_paths(Path(folder) / "checkpoints")[-1]
+    files = [file for file in sorted(path.rglob("*")) if file.suffix in (".pt", ".safetensors")]
+    return {str(file.relative_to(path)): digest(file) for file in files}
 
 
 def checkpoint_names(folder: Path | str) -> list[str]:

@@ -20,6 +20,9 @@ SHARED = {"parallel": {"context_parallel": 2}}
 STAGED = {"parallel": PIPELINE, "model": TWO_LAYERS}
 
 
+MUON = r"'Muon' moves matrices only, and 10 of 17 parameters .* shape \(16,\)"
+
+
 def check(ranks: int, **sections: dict[str, Any]) -> Any:
     return check_settings(config_from_dict(tiny_tables(**sections)), ranks)
 
@@ -142,6 +145,10 @@ def check(ranks: int, **sections: dict[str, Any]) -> Any:
             {"parallel": FSDP, "optimizer": {"name": "SGD", "options": {"fused": True}}},
             "torch has no fused SGD for parameters in parts",
         ),
+        *[
+            (ranks, {"parallel": {"strategy": strategy}, "optimizer": {"name": "Muon"}}, MUON)
+            for ranks, strategy in ((1, "ddp"), (2, "ddp"), (2, "fsdp"))
+        ],
         (2, {"parallel": FSDP, "model": {"compile": True}}, 'model.compile goes with .* it is "fsdp"'),
         (2, {"parallel": FSDP, "lora": {"rank": 2}}, "lora.rank = 2: adapters of .* 'gpt' are merged"),
         (

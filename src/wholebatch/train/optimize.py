@@ -89,7 +89,7 @@ def make_optimizer(
         for group in groups:
             group.pop("weight_decay", None)
     everything = [parameter for group in groups for parameter in group["params"]]
-    _refuse_muon_of_vectors(kind, settings, everything)
+    refuse_muon_of_vectors(settings, everything)
     if _fuses(kind, everything) and not KERNEL_OPTIONS & set(options):
         options["fused"] = True
     try:
@@ -220,10 +220,17 @@ def _as_wanted(parameter: inspect.Parameter | None, value: Any) -> Any:
     return value
 
 
-def _refuse_muon_of_vectors(
-    kind: type[Any], settings: OptimizerConfig, parameters: Sequence[Tensor]
-) -> None:
-    if not issubclass(kind, torch.optim.Muon):
+def refuse_muon_of_vectors(settings: OptimizerConfig, parameters: Sequence[Tensor]) -> None:
+    """Refuse Muon where it would be given something else than matrices.
+
+    Args:
+        settings: the section ``[optimizer]``.
+        parameters: all that are trained; a meta device is enough.
+
+    Raises:
+        UsageError: says how many are no matrices, and the shape of the first.
+    """
+    if not issubclass(optimizer_class(settings.name), torch.optim.Muon):
         return
     others = [parameter for parameter in parameters if parameter.dim() != 2]
     if others:

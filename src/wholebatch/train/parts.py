@@ -26,10 +26,15 @@ from wholebatch.train.layouts.cut import forwards_are_meetings, num_stage_ranks,
 from wholebatch.train.layouts.sequences import in_parts
 from wholebatch.train.layouts.zero import runs_deepspeed, start_engine
 from wholebatch.train.material import Batch, JobData, JobModel, on_device
-from wholebatch.train.models.choose import build_model, check_model_settings
+from wholebatch.train.models.choose import build_model, check_model_settings, gpt_in_outline
 from wholebatch.train.models.gpt import GPT
 from wholebatch.train.models.sequences import share_sequences
-from wholebatch.train.optimize import check_optimizer, make_optimizer, parameter_groups
+from wholebatch.train.optimize import (
+    check_optimizer,
+    make_optimizer,
+    parameter_groups,
+    refuse_muon_of_vectors,
+)
 from wholebatch.train.precision import autocast, check_precision, make_scaler
 from wholebatch.train.schedule import check_schedule, make_schedule
 from wholebatch.train.settings import BatchConfig, TrainConfig
@@ -112,6 +117,8 @@ def check_settings(config: TrainConfig, ranks: int) -> AnyPlan:
     check_schedule(config)
     check_optimizer(config.optimizer)
     check_model_settings(config)
+    if config.model.source == "gpt" and not config.lora.rank:
+        refuse_muon_of_vectors(config.optimizer, list(gpt_in_outline(config.model).parameters()))
     return plan
 
 

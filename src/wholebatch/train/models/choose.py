@@ -134,6 +134,13 @@ def gpt_sizes(settings: ModelConfig) -> tuple[int, int, int]:
     return layers, width, heads
 
 
+def gpt_in_outline(settings: ModelConfig) -> GPT:
+    """The built-in GPT without memory, before the data say how many tokens there are; as if it were one."""
+    layers, width, heads = gpt_sizes(settings)
+    with torch.device("meta"):
+        return GPT(GPTShape(vocabulary=1, max_tokens=1, layers=layers, width=width, heads=heads))
+
+
 def build_model(config: TrainConfig, *, data: JobData, device: torch.device | str) -> JobModel:
     """The model that the settings ask for, on its device, ready to train.
 

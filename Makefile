@@ -20,6 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 train: venv
+	@echo 'To have wholebatch on the path of this shell: . $(BIN)/activate'
 	$(BIN)/wholebatch train
 
 lint: venv

@@ -639,6 +639,11 @@ def refusals(rank: int, ranks: int) -> list[str]:
     refused(lambda: window_over(part))
     refused(lambda: window_over(sharded(ranks), reduce="after_agreement"))
     refused(lambda: window_over(sharded(ranks), reduction_divisor=1.0))
+    for cut in (fully_shard, lambda model: parallelize_module(model, mesh, {"first": ColwiseParallel()})):
+        replaced = net()
+        before = adamw(replaced)
+        cut(replaced)
+        refused(lambda: UpdateWindow(replaced, before, OBJECTIVE))  # noqa: B023 - called at once
     hooked = sharded(ranks)
     hooked.first.set_all_reduce_hook(lambda _: None)
     refused(lambda: window_over(hooked))
@@ -658,10 +663,13 @@ def alone(rank: int) -> Any:
 
 def test_what_cannot_be_run_exactly_is_refused() -> None:
     for told in run_ranks(refusals, 2):
-        outside, mode, divisor, hook, inside, beside, none = told
+        outside, mode, divisor, by_shards, by_matrices, hook, inside, beside, none = told
         assert (
             "4 of the optimizer's 6 parameters are not sharded by fully_shard (the first is norm" in outside
         )
+        assert "6 of the optimizer's 6 parameters are not the model's (the first has shape" in by_shards
+        assert "2 of the optimizer's 6 parameters are not the model's" in by_matrices
+        assert "build the optimizer after parallelize_module" in by_matrices
         assert "is a mode of DistributedDataParallel" in mode
         assert "reduction_divisor=1.0 tells what a communication hook" in divisor
         assert "set_all_reduce_hook" in hook

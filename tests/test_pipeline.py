@@ -275,7 +275,7 @@ def test_what_a_schedule_cannot_do_is_refused_before_it_begins() -> None:
             "other micro-batches were given to rank 1 than to another rank of the same replica" in samples
         )
         assert "runs one stage a rank, and this rank was given 2" in stages
-        assert "the plan has 2 replicas and 1 are running" in plan
+        assert "1 are running; plan with ranks=2 and tensor_parallel x pipeline_parallel x context" in plan
         assert "a stage is under DistributedDataParallel" in wrapped
 
 

@@ -190,6 +190,7 @@ def test_changes_leave_the_tables_that_they_were_given() -> None:
         ("run.seed.x=3", "run.seed is {'x': 3}; it takes a whole number"),
         ("run.num_update=3", "no key in [run] is called 'num_update'; did you mean num_updates?"),
         ("bach.tail=drop", "no section is called 'bach'; did you mean batch?"),
+        ("parallel.strategy=fsdp2", "'deepspeed' or 'pipeline'; did you mean 'fsdp'?"),
         ("batch.tail=pad", "batch.tail is 'pad'; it can be 'partial' or 'drop'"),
         ("run.num_updates=many", "run.num_updates is 'many'; it takes a whole number"),
         ("run.num_updates=0", "run.num_updates is 0; it goes from 1 to"),

@@ -41,6 +41,14 @@ def test_a_data_set_below_a_global_batch_is_noted(tmp_path: Path) -> None:
     assert "Note:" not in describe(with_few(built(tiny(tmp_path)), 10))
 
 
+def test_a_strategy_of_several_ranks_is_noted_on_one(tmp_path: Path) -> None:
+    alone = describe(built(tiny(tmp_path, parallel={"strategy": "fsdp"})))
+    assert alone.endswith(
+        'Note: parallel.strategy = "fsdp" does nothing on one rank; '
+        "torchrun --nproc-per-node 2 -m wholebatch train starts 2."
+    )
+
+
 def test_items_that_nobody_counted_are_not_told(tmp_path: Path) -> None:
     job = built(tiny(tmp_path, data={"source": f"{write_own(tmp_path)}:data"}))
     assert "Data: 64 samples to train on, 8 held out." in describe(job)

@@ -92,6 +92,11 @@ def check(ranks: int, **sections: dict[str, Any]) -> Any:
             STAGED | {"parallel": PIPELINE | {"pipeline_schedule": "zero_bubble"}, "batch": BUDGET},
             "virtual_stages = 1; set",
         ),
+        (
+            1,
+            {"parallel": {"tensor_parallel": 2}},
+            "tensor_parallel = 2, and one rank .* torchrun --nproc",
+        ),
         (3, {"parallel": {"context_parallel": 2}}, "context_parallel = 2: 3 ranks do not divide by it"),
         (2, SHARED | {"objective": {"kind": "label"}}, "and objective.kind 'label'; cut sequences in a l"),
         (2, SHARED | {"model": {"dropout": 0.5}}, "dropout = 0.5: the ranks that share a sequence"),

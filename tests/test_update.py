@@ -460,7 +460,7 @@ def test_batches_needs_a_plan_and_updates_keep_to_it() -> None:
     setup = Setup()
     with pytest.raises(WindowUsageError, match=r"window.batches needs to know .*plan_batch"):
         next(setup.window.batches(setup.batches))
-    with pytest.raises(WindowUsageError, match="the plan has 2 replicas and 1 are running"):
+    with pytest.raises(WindowUsageError, match=r"2 replicas and 1 are running; plan with ranks=1, or"):
         Setup(plan=plan_batch(global_batch_samples=4, micro_batch_samples=2, ranks=2))
     with pytest.raises(WindowUsageError, match=r"3 micro-batches on this rank, more than the plan's 1"):
         Setup(plan=plan_batch(global_batch_samples=6, micro_batch_samples=6, ranks=1))

@@ -118,7 +118,8 @@ def listed_micro_batches(batches: Any, *, most: int | None) -> list[Any]:
         )
     if most is not None and len(held) > most:
         raise WindowUsageError(
-            f"this update has {len(held)} micro-batches on this rank, more than the plan's {most}"
+            f"this update has {len(held)} micro-batches on this rank, more than the plan's {most}; "
+            f"each replica takes its own share of the global batch, as window.batches(loader) draws it"
         )
     return held
 

@@ -150,9 +150,12 @@ class UpdateWindow:
             ranks.check_plan(plan)
         ranks.widens(finish.wide, finish.parameters, getattr(plan, "micro_batches_per_window", None) or 1)
         if plan is not None and plan.replicas != ranks.num_replicas:
+            all_ranks = ranks.roles.num_ranks
+            shared = all_ranks // ranks.num_replicas
+            degrees = f" and tensor_parallel x pipeline_parallel x context_parallel = {shared}"
             raise WindowUsageError(
                 f"the plan has {plan.replicas} replicas and {ranks.num_replicas} are running; plan with "
-                f"the ranks that run, or start as many as planned"
+                f"ranks={all_ranks}{degrees if shared > 1 else ''}, or start as many as planned"
             )
         if on_stale_gradients == "include" and ranks.roles.num_ranks > 1:
             raise WindowUsageError(

@@ -31,7 +31,7 @@ from wholebatch.errors import PoisonedWindowError, StaleGradientsError, Unsuppor
 from wholebatch.gradients import on_this_rank
 from wholebatch.ranks.base import Reduce, Traffic
 from wholebatch.ranks.roles import roles_of_mesh
-from wholebatch.ranks.several import ShardingRanks
+from wholebatch.ranks.several import ShardingRanks, refuse_replaced
 
 # What a window sets in each group for the time of an update.
 _SWITCHES = ("reduce_grads", "all_reduce_grads", "gradient_divide_factor")
@@ -78,12 +78,12 @@ class FSDPRanks(ShardingRanks):
         known = {id(one.sharded_param) for group in self._groups for one in group.fsdp_params}
         outside = [p for p in parameters if p.requires_grad and id(p) not in known]
         if outside:
+            refuse_replaced(parameters, self._model, by="fully_shard")
             names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-            first = names.get(id(outside[0]), f"one of shape {list(outside[0].shape)}")
             raise UnsupportedError(
                 f"{len(outside)} of the optimizer's {len(parameters)} parameters are not sharded by "
-                f"fully_shard (the first is {first}), so nobody reduces their gradients; call fully_shard "
-                f"on the whole model too, and build the optimizer afterwards"
+                f"fully_shard (the first is {names[id(outside[0])]}), so nobody reduces their gradients; "
+                f"call fully_shard on the whole model too, and build the optimizer afterwards"
             )
 
     def begin(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from wholebatch.errors import UnsupportedError
 from wholebatch.gradients import on_this_rank, total_norm
@@ -155,6 +155,27 @@ class ShardingRanks(SpreadRanks):
         Raises:
             UnsupportedError: it can't be; the window can't go on.
         """
+
+
+def refuse_replaced(parameters: Sequence[nn.Parameter], model: nn.Module, *, by: str) -> None:
+    """Refuse an optimizer that was built before an engine gave the model other parameters.
+
+    Args:
+        parameters: of the optimizer.
+        model: as it is now.
+        by: the function that put them there.
+
+    Raises:
+        UnsupportedError: with how many they are.
+    """
+    own = set(map(id, model.parameters()))
+    outside = [one for one in parameters if one.requires_grad and id(one) not in own]
+    if outside:
+        raise UnsupportedError(
+            f"{len(outside)} of the optimizer's {len(parameters)} parameters are not the model's (the "
+            f"first has shape {list(outside[0].shape)}): {by} puts new ones in their place, and who moves "
+            f"the old ones does not move the model; build the optimizer after {by}"
+        )
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -19,7 +19,7 @@ from wholebatch.errors import UnsupportedError
 from wholebatch.gradients import is_sharded
 from wholebatch.ranks.base import Reduce
 from wholebatch.ranks.roles import roles_of_mesh
-from wholebatch.ranks.several import PATIENCE_S, SpreadRanks
+from wholebatch.ranks.several import PATIENCE_S, SpreadRanks, refuse_replaced
 
 
 class TensorParallelRanks(SpreadRanks):
@@ -53,11 +53,12 @@ class TensorParallelRanks(SpreadRanks):
                     f"dimension of the mesh, or give the window the process group of one replica"
                 )
         super().__init__(group, next(model.parameters()).device)
+        self._model = model
         self.roles = roles_of_mesh(self._totals, 0, 1)
         self.holders = self.roles.num_ranks
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
-        pass
+        refuse_replaced(parameters, self._model, by="parallelize_module")
 
     def begin(self) -> None:
         pass

@@ -224,7 +224,11 @@ def _typed(value: Any, kind: Any, where: str) -> Any:
     choices = get_args(kind)
     if choices:
         if value not in choices:
-            raise UsageError(f"{where} is {_shown(value)}; it can be {' or '.join(map(repr, choices))}")
+            nearest = difflib.get_close_matches(str(value), map(str, choices), n=1)
+            meant = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise UsageError(
+                f"{where} is {_shown(value)}; it can be {' or '.join(map(repr, choices))}{meant}"
+            )
         return value
     if kind is float and type(value) is int:
         try:

@@ -24,6 +24,7 @@ def describe(job: Job) -> str:
     """What will be trained, in the words of the ledger."""
     data, model, run = job.data.facts, job.model.facts, job.config.run
     frozen = model["parameters"] - model["trainable_parameters"]
+    told = notes(data, model, strategy=job.config.parallel.strategy, ranks=job.world.ranks)
     return (
         f"{_plan_words(job.plan)}\n"
         f"Data: {len(job.data.train):,} samples{_items(data, 'train_items')} to train on, "
@@ -31,8 +32,7 @@ def describe(job: Job) -> str:
         f"Model: {model['name']} of {model['parameters']:,} parameters"
         f"{f', {frozen:,} of them frozen,' if frozen else ''} in {precision(job)}.\n"
         f"Run: {number_of(run.num_updates, 'update')}{_length_words(job)}."
-        + "".join(f"\nNote: {note}." for note in notes(data, model))
-        + "".join(f"\nNote: {message}." for message in _never_full(job))
+        + "".join(f"\nNote: {note}." for note in (*told, *_never_full(job)))
     )
 
 

@@ -1,4 +1,4 @@
-"""What of the data and the model a person would not expect, told before training."""
+"""What of the data, the model and the ranks a person would not expect, told before training."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from typing import Any
 from wholebatch.report.words import number_of
 
 
-def notes(data: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
-    """Sentences about samples without items and weights that are not where they should be.
+def several_ranks(ranks: int) -> str:
+    """What to type for more than one rank."""
+    return f"torchrun --nproc-per-node {ranks} -m wholebatch train starts {ranks}"
+
+
+def notes(data: Mapping[str, Any], model: Mapping[str, Any], *, strategy: str, ranks: int) -> list[str]:
+    """Sentences about samples without items, weights that are not where they should be, and a rank alone.
 
     Args:
         data: facts of the data.
         model: facts of the model.
+        strategy: how several ranks would hold the model.
+        ranks: processes of the job.
 
     Returns:
         One sentence each, without a full stop; none where there is nothing to tell.
@@ -29,4 +36,6 @@ def notes(data: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
     if unused:
         many, are = number_of(len(unused), "weight"), "is" if len(unused) == 1 else "are"
         told.append(f"{many} of the folder, such as {unused[0]}, {are} not used")
+    if ranks == 1 and strategy != "ddp":
+        told.append(f'parallel.strategy = "{strategy}" does nothing on one rank; {several_ranks(2)}')
     return told

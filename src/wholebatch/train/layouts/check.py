@@ -7,6 +7,7 @@ from wholebatch.errors import UnsupportedError, UsageError
 from wholebatch.layout import Layout
 from wholebatch.train.layouts.cut import CUT, STAGED, is_cut, num_stage_ranks
 from wholebatch.train.layouts.zero import check_zero, need_deepspeed
+from wholebatch.train.notes import several_ranks
 from wholebatch.train.optimize import FUSED_IN_PARTS
 from wholebatch.train.settings import ParallelConfig, TrainConfig
 
@@ -48,6 +49,14 @@ def check_parallel(config: TrainConfig, ranks: int) -> None:
         if settings.strategy in CUT:
             _check_optimizer_of_parts(config)
     need_deepspeed(config, ranks)
+
+
+def _check_divides(where: str, ranks: int, degree: int) -> None:
+    if ranks % degree == 0:
+        return
+    if ranks == 1:
+        raise UsageError(f"{where}, and one rank is running; {several_ranks(degree)}")
+    raise UsageError(f"{where}: {ranks} ranks do not divide by it; start a multiple of {degree}")
 
 
 def _check_reduce(settings: ParallelConfig, ranks: int) -> None:
@@ -103,8 +112,7 @@ def _check_tensor_parallel(config: TrainConfig, ranks: int) -> None:
             f"{where}: {heads} attention heads (model.heads) do not divide by it; degrees that do: "
             f"{', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
         )
-    if ranks % degree:
-        raise UsageError(f"{where}: {ranks} ranks do not divide by it; start a multiple of {degree}")
+    _check_divides(where, ranks, degree)
     if ranks > degree and config.parallel.strategy == "ddp":
         raise UnsupportedError(
             f'{where} makes {ranks // degree} replicas of {ranks} ranks, and parallel.strategy = "ddp" '
@@ -134,10 +142,7 @@ def _check_context_parallel(config: TrainConfig, ranks: int) -> None:
     """What sequences of the built-in GPT can be shared over ranks."""
     settings, model = config.parallel, config.model
     where = f"parallel.context_parallel = {settings.context_parallel}"
-    if ranks % settings.context_parallel:
-        raise UsageError(
-            f"{where}: {ranks} ranks do not divide by it; start a multiple of {settings.context_parallel}"
-        )
+    _check_divides(where, ranks, settings.context_parallel)
     if model.source != "gpt" or ":" in config.data.source or config.objective.kind != "next_token":
         raise UnsupportedError(
             f'{where} knows the attention of the built-in GPT and the objective "next_token", and here are '
@@ -178,11 +183,7 @@ def _check_pipeline(config: TrainConfig, ranks: int) -> None:
     settings, model = config.parallel, config.model
     stage_ranks = num_stage_ranks(settings, ranks)
     where = f'parallel.strategy = "pipeline" over {stage_ranks} ranks'
-    if ranks % stage_ranks:
-        raise UsageError(
-            f"parallel.pipeline_parallel = {stage_ranks}: {ranks} ranks do not divide by it; start a "
-            f"multiple of {stage_ranks}"
-        )
+    _check_divides(f"parallel.pipeline_parallel = {stage_ranks}", ranks, stage_ranks)
     if stage_ranks == 1:
         return
     if model.source != "gpt":

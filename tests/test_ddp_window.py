@@ -237,6 +237,17 @@ def run_refusals(rank: int, n: int) -> dict[str, Caught]:
     other = nn.Linear(1, 1)
     static = DistributedDataParallel(CASE.model(), static_graph=True)
     uneven = UpdateWindow(static, torch.optim.SGD(static.parameters(), lr=0.1), objective)
+    over_mixed = DistributedDataParallel(CASE.model())
+    over_mixed.mixed_precision = object()  # torch's own wants an accelerator
+    late = CASE.model()
+    named = dict(late.named_parameters())
+    delayed = DistributedDataParallel(
+        late, delay_all_reduce_named_params=[named.popitem()], param_to_hook_all_reduce=named.popitem()[1]
+    )
+
+    def window_of(model: nn.Module, **options: Any) -> UpdateWindow:
+        return UpdateWindow(model, torch.optim.SGD(model.parameters(), lr=0.1), objective, **options)
+
     found = {
         "module": caught(lambda: window.run(batches, lambda _, b: objective(inner(b["input_ids"]), b))),
         "no_sync": caught(lambda: window.run(batches, without_sync)),
@@ -264,6 +275,10 @@ def run_refusals(rank: int, n: int) -> dict[str, Caught]:
             )
         ),
         "nobody": caught(lambda: window.run([], loss_with(objective))),
+        "each": caught(lambda: window_of(ddp, reduce="per_micro_batch")),
+        "include": caught(lambda: window_of(ddp, on_stale_gradients="include")),
+        "mixed": caught(lambda: window_of(over_mixed)),
+        "delayed": caught(lambda: window_of(delayed)),
         # and after all of these the same window still works
         "works": caught(lambda: window.run(batches, loss_with(objective))),
     }
@@ -275,6 +290,13 @@ def run_refusals(rank: int, n: int) -> dict[str, Caught]:
         reduce="after_agreement",
     )
     found["sparse"] = caught(lambda: over_sparse.run(batches, loss_with(objective)))
+    # a loss that the model's output has no part in: nothing would be reduced
+    beside = window_of(DistributedDataParallel(CASE.model()))
+
+    def of_another(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        return other(torch.ones(1)).sum(), objective(model(batch["input_ids"]), batch).num_items
+
+    found["unreached"] = caught(lambda: beside.run(batches, of_another))
     return found
 
 
@@ -290,8 +312,13 @@ def test_what_could_not_be_exact_is_refused_by_name() -> None:
         "group": ("UnsupportedError", "give both the same group"),
         "plan": ("WindowUsageError", "the plan has 4 replicas and 2 are running"),
         "nobody": ("WindowUsageError", "at least one micro-batch on some rank"),
+        "each": ("UnsupportedError", "is for engines that shard gradients; DDP holds them whole"),
+        "include": ("WindowUsageError", "adds what lies on this rank, and 2 ranks would add different"),
+        "mixed": ("UnsupportedError", "DDP(mixed_precision=...) swaps parameters"),
+        "delayed": ("UnsupportedError", "delay_all_reduce_named_params=...) reduces outside the backward"),
         "works": ("nothing", ""),
         "sparse": ("UnsupportedError", "has a sparse gradient"),
+        "unreached": ("PoisonedWindowError", "reached no parameter of the DDP model"),
     }
     for found in run_ranks(run_refusals, 2):
         assert set(found) == set(expected)

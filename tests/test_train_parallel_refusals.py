@@ -17,6 +17,9 @@ PIPELINE = {"strategy": "pipeline"}
 TWO_LAYERS = {"layers": 2}
 BUDGET = {"micro_batch_samples": 0, "tokens_per_micro_batch": 64}
 SHARED = {"parallel": {"context_parallel": 2}}
+CUT = {"parallel": {"tensor_parallel": 2}}
+PACKED = BUDGET | {"rows": "packed"}
+OWN = {"source": "own.py:model"}
 STAGED = {"parallel": PIPELINE, "model": TWO_LAYERS}
 
 
@@ -143,6 +146,37 @@ def check(ranks: int, **sections: dict[str, Any]) -> Any:
             {"parallel": {"tensor_parallel": 2}, "optimizer": {"options": {"foreach": True}}},
             "not go with optimizer.options.foreach = true",
         ),
+        (
+            2,
+            CUT | {"model": OWN},
+            "knows the matrices of the built-in GPT, and model.source is 'own.py:model'",
+        ),
+        (2, CUT | {"optimizer": {"name": "Muon"}}, "Muon moves matrices as a whole"),
+        (2, CUT | {"optimizer": {"name": "Rprop"}}, 'does not go with optimizer.name = "Rprop" yet'),
+        (
+            2,
+            CUT | {"optimizer": {"options": {"fused": True}}},
+            "not go with optimizer.options.fused = true",
+        ),
+        (2, CUT | {"batch": PACKED}, "tensor_parallel = 2 does not go with batch.rows yet"),
+        (
+            2,
+            SHARED | {"model": OWN},
+            "model.source 'own.py:model', data.source 'pydoc' and objective.kind",
+        ),
+        (
+            2,
+            SHARED | {"data": {"source": "own.py:data"}},
+            "and here are model.source 'gpt', data.source 'own",
+        ),
+        (
+            2,
+            {"parallel": {"context_parallel": 2, "tensor_parallel": 2}},
+            "go with parallel.tensor_parallel = 2",
+        ),
+        (2, SHARED | {"lora": {"rank": 2}}, "context_parallel = 2 does not go with lora.rank = 2"),
+        (2, SHARED | {"batch": PACKED}, 'context_parallel = 2 does not go with batch.rows = "packed"'),
+        (2, {"parallel": {"pipeline_virtual_stages": 2}}, '_virtual_stages = 2 goes with .* it is "ddp"'),
         (2, {"parallel": FSDP, "optimizer": {"name": "Adafactor"}}, "Adafactor takes norms of rows"),
         (2, {"parallel": FSDP, "optimizer": {"name": "Rprop"}}, "Rprop writes single elements"),
         (
@@ -205,6 +239,21 @@ FLOAT32 = {"parameters": "float32"}
 def test_refusals_under_deepspeed(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(WholebatchError, match=words):
         check(2, **({"parallel": ZERO, "precision": FLOAT32} | sections))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": ZERO | {"zero_stage": 0}, "optimizer": {"name": "Adagrad"}},
+        {"parallel": ZERO | {"zero_stage": 0}, "optimizer": {"name": "torch.optim:SGD"}},
+        {"average": {"decay_per_update": 0.5}},
+    ],
+)
+def test_what_only_pieces_do_not_go_with_goes_without_them(
+    sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wholebatch.train.layouts.check.need_deepspeed", lambda *_: None)
+    assert check(2, **({"parallel": ZERO, "precision": FLOAT32} | sections)).replicas == 2
 
 
 def test_deepspeed_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,13 @@ def test_when_it_is_wanted() -> None:
             assert wanted(off, own, 512) is None
 
 
+def test_the_bytes_held_are_of_what_learns_in_the_dtype_that_it_is_added_up_in() -> None:
+    parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.bfloat16, torch.float64)]
+    parameters.append(nn.Parameter(torch.zeros(100), requires_grad=False))
+    assert WideGradients().bytes_held(parameters, 4) == 3 * 2 + 3 * 8
+    assert WideGradients().bytes_held(parameters, 5) == 3 * 4 + 3 * 8
+
+
 def test_a_dtype_to_add_up_in_that_is_none() -> None:
     for odd in (torch.int32, torch.complex64, "float32"):
         with pytest.raises(WindowUsageError, match=re.escape(f"accumulate_in={odd!r} is nothing to add")):

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from wholebatch.errors import OtherRankFailedError, PoisonedWindowError
+from wholebatch.errors import OtherRankFailedError, PoisonedWindowError, UnsupportedError
 from wholebatch.ranks.agreement import Agreement, PendingExchange, name_ranks, unlike_first
 from wholebatch.ranks.base import Roles, Traffic
+from wholebatch.ranks.roles import roles_of_mesh
 from wholebatch.ranks.single import SingleRank
 from wholebatch.tally import GlobalTally, Tally, payload_size
 
@@ -62,6 +63,33 @@ def test_a_rank_alone_hears_itself() -> None:
     with pytest.raises(OtherRankFailedError, match="rank 0"):
         agreement.exchange(doing="agreeing on what came out", failed=True).wait()
     agreement.report_failure()
+
+
+class Gone(SingleRank):
+    """Ranks that another one has left."""
+
+    def total(self, vector: Sequence[float]) -> Told:  # noqa: ARG002
+        raise RuntimeError("connection closed by peer")
+
+
+def test_a_rank_that_is_gone_before_an_exchange_begins_is_told() -> None:
+    with pytest.raises(PoisonedWindowError, match=r"lost while about to reduce .* \(connection closed"):
+        Agreement(Gone(), 2).exchange(doing="about to reduce gradients")
+
+
+class Standing:
+    """Ranks that tell each other at which place they stand."""
+
+    def __init__(self, *places: int) -> None:
+        self.told = [(place, ()) for place in places]
+
+    def gather(self, _: object) -> list[tuple[int, tuple[int, ...]]]:
+        return self.told
+
+
+def test_places_with_different_numbers_of_ranks_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"3 ranks .* over 2 places.*stand at \[0, 1, 0\]"):
+        roles_of_mesh(Standing(0, 1, 0), 0, 2)  # type: ignore[arg-type]
 
 
 def test_names_of_ranks() -> None:

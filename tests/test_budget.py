@@ -136,15 +136,15 @@ def test_a_contradiction_is_refused_with_the_numbers(given: dict[str, Any], word
 
 
 def test_the_ledger_says_what_is_fixed_and_what_the_samples_decide() -> None:
-    text = budget_text(
-        plan_token_budget(
-            global_batch_samples=256,
-            tokens_per_micro_batch=8192,
-            ranks=2,
-            too_long="alone",
-            tokens_alone=16384,
-        )
+    plan = plan_token_budget(
+        global_batch_samples=256,
+        tokens_per_micro_batch=8192,
+        ranks=2,
+        too_long="alone",
+        tokens_alone=16384,
     )
+    text = budget_text(plan)
+    assert "A  in every micro-batch, so that no rank holds" in budget_text(plan, reduces_each=True)
     for words in (
         "256  samples, over all replicas",
         "8,192  positions at most: longest sample x samples",

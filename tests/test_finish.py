@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from problems import Case, loss_with, observed, oracle
 from wholebatch import finish as finish_module
-from wholebatch.errors import UnsupportedError, WindowUsageError
+from wholebatch.engine_finish import EngineFinish
+from wholebatch.errors import UnsupportedError, UpdateError, WindowUsageError
 from wholebatch.finish import per_attempted_update, per_item, per_sample, per_update
 from wholebatch.losses import next_token_loss
 from wholebatch.window import UpdateWindow
@@ -259,3 +260,64 @@ def test_a_fused_kernel_that_moves_nothing_is_refused_where_it_does() -> None:
             with pytest.raises(UnsupportedError, match=r"SGD\(fused=True\) .* does not move"):
                 UpdateWindow(model, optimizer)
         UpdateWindow(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Engine:
+    """An engine that steps by itself, and that finds an overflow where it is told to."""
+
+    def __init__(self, model: nn.Module, *, overflows: bool, scale: float | None) -> None:
+        self.model, self.overflows, self.scale = model, overflows, scale
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.done: list[str] = []
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def check_optimizers(self, optimizers: Any) -> Any:
+        return optimizers[0]
+
+    def check_clip(self, clip_grad_norm: float | None) -> None: ...
+
+    def check_schedules(self, schedules: Any) -> None: ...
+
+    def loss_scale(self) -> float | None:
+        return self.scale
+
+    def step(self) -> bool:
+        self.done.append("step")
+        return not self.overflows
+
+    def drop(self) -> None:
+        self.done.append("drop")
+
+
+def finish_of(engine: Engine, *, scaler: Any = None) -> EngineFinish:
+    return EngineFinish(
+        engine,  # type: ignore[arg-type]
+        optimizers=[engine.optimizer],
+        clip_grad_norm=None,
+        scaler=scaler,
+        schedules=(),
+    )
+
+
+def test_what_an_engine_does_and_the_window_does_not_expect_is_told() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(WindowUsageError, match="a GradScaler beside an engine that scales its losses"):
+        finish_of(Engine(model, overflows=False, scale=None), scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(UpdateError, match="the engine skipped its step because it found an overflow"):
+        finish_of(Engine(model, overflows=True, scale=8.0)).apply(1.0)
+    with pytest.raises(UpdateError, match="the engine stepped although the gradient is not finite"):
+        finish_of(Engine(model, overflows=False, scale=8.0)).skip(gradient_overflowed=True)
+
+
+@pytest.mark.parametrize(
+    ("scale", "gradient_overflowed", "done"),
+    [(8.0, True, ["step"]), (8.0, False, ["drop"]), (None, True, ["drop"])],
+)
+def test_only_an_overflow_of_its_own_scale_is_left_to_an_engine(
+    scale: float | None, gradient_overflowed: bool, done: list[str]
+) -> None:
+    engine = Engine(nn.Linear(2, 1), overflows=True, scale=scale)
+    finish_of(engine).skip(gradient_overflowed=gradient_overflowed)
+    assert engine.done == done

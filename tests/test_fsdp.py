@@ -30,6 +30,7 @@ from big_batch import Batch, big_batch
 from ranks import run_ranks
 from wholebatch import UpdateWindow, token_loss
 from wholebatch.errors import (
+    OtherRankFailedError,
     PoisonedWindowError,
     StaleGradientsError,
     UnsupportedError,
@@ -395,13 +396,17 @@ def test_switches_and_factors_are_put_back_and_do_not_change_the_update() -> Non
 
 
 def buffers_of_weightless_turns(rank: int, ranks: int) -> bool:
-    """A weightless forward leaves no mark in buffers or random state."""
+    """A weightless forward leaves no mark in buffers, also where a rank has no other."""
     model, alone = sharded(ranks), net()
     window = window_over(model)
-    mine = batches(10 * rank, 1 + 2 * rank)
-    window.run(mine, loss)
-    for batch in mine:
-        alone(batch["x"])
+    for held in ((1, 3), (0, 2)):
+        mine = batches(10 * rank, held[rank])
+        window.run(mine, loss)
+        for batch in mine:
+            alone(batch["x"])
+        alone.load_state_dict(
+            {name: whole(one) for name, one in model.state_dict().items()} | {"mean": alone.mean}
+        )
     return torch.equal(model.mean, alone.mean)
 
 
@@ -554,6 +559,18 @@ def before_the_first_forward(rank: int, ranks: int) -> str:
         given[0]["labels"] = torch.ones(1)  # can't be counted
     with pytest.raises(Exception, match=r".") as caught:
         window.run(given, loss)
+
+    def bad_last(model: nn.Module, batch: Batch) -> Any:
+        found = loss(model, batch)
+        if rank == 1 and batch is mine[-1]:
+            raise ValueError("after the last forward")
+        return found
+
+    mine = batches(10 * rank, 2)
+    with pytest.raises(
+        ValueError if rank == 1 else OtherRankFailedError, match=r"last for|about to reduce"
+    ):
+        window.run(mine, bad_last)
     wanted = net()
     plain = adamw(wanted)
     window.run(batches(10 * rank, 2), loss)
@@ -562,7 +579,7 @@ def before_the_first_forward(rank: int, ranks: int) -> str:
     return type(caught.value).__name__
 
 
-def test_a_failure_before_the_first_forward_is_heard_by_all() -> None:
+def test_a_failure_before_the_first_forward_or_after_the_last_is_heard_by_all() -> None:
     first, second = run_ranks(before_the_first_forward, 2)
     assert first == "OtherRankFailedError"
     assert second != "OtherRankFailedError"
@@ -578,6 +595,13 @@ def left_outside(rank: int, ranks: int) -> list[Any]:
     model.zero_grad()
     with pytest.raises(StaleGradientsError) as caught:
         window.run(batches(10 * rank, 2), loss)
+    window.run(batches(10 * rank, 2), loss)
+    big_batch(wanted, plain, [*batches(0, 2), *batches(10, 2)])
+    # what an evaluation left gathered does not see what is written after it
+    with torch.no_grad():
+        model(batches(50, 1)[0]["x"])
+        for parameter in (*model.parameters(), *wanted.parameters()):
+            parameter.mul_(0.5)
     window.run(batches(10 * rank, 2), loss)
     big_batch(wanted, plain, [*batches(0, 2), *batches(10, 2)])
     return [str(caught.value), distance(model, wanted)]
@@ -715,6 +739,11 @@ def refusals(rank: int, ranks: int) -> list[str]:
     means = window_over(sharded(ranks), context_parallel=mesh, weighting="micro_batch_means")
     with pytest.raises(WindowUsageError, match=r"1 micro-batches are cut into 2 parts over context"):
         means.run(batches(0, 1), loss)
+    uncounted = window_over(sharded(ranks))
+    with pytest.raises(
+        WindowUsageError, match=r"and rank 1 hold another number of micro-batches than rank"
+    ):
+        uncounted.run(batches(0, 1 + rank), loss, counting_pass=True)
     with pytest.raises(WindowUsageError) as caught:
         window_over(sharded(ranks)).traffic(0)
     told.append(str(caught.value))

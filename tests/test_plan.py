@@ -579,6 +579,8 @@ def test_reductions_with_one_replica_and_one_micro_batch() -> None:
     single = plan_batch(micro_batch_samples=4, micro_batches_per_window=1, replicas=2)
     assert (single.reductions_per_update, single.naive_reductions_per_update) == (1, 1)
     assert "at the only micro-batch" in plan_text(single)
+    assert "  8  in every micro-batch, so that no rank" in plan_text(plan, reduces_each=True)
+    assert "  1  at the last micro-batch; 8 if every" in plan_text(plan)
     assert "no_accumulation" in [each["kind"] for each in plan_findings(single)]
 
 

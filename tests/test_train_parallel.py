@@ -86,6 +86,7 @@ def test_a_run_is_the_same_as_on_one_rank(tmp_path: Path, ranks: int) -> None:
             found, words = of_rank[name]
             assert largest_difference(alone, found) < 1e-11, name
             assert "Each rank: " in words, name
+            assert ("in every micro-batch, so" in words) == (name == "each"), name
         check_same_run(tmp_path / "one" / name, tmp_path / "several" / name, ranks, sections["parallel"])
 
 

@@ -10,7 +10,9 @@ import pytest
 from runs import tiny_tables
 from wholebatch.errors import WholebatchError
 from wholebatch.train.config import config_from_dict
+from wholebatch.train.layouts.cut import reduces_each
 from wholebatch.train.parts import check_settings
+from wholebatch.train.settings import ParallelConfig
 
 FSDP = {"strategy": "fsdp"}
 PIPELINE = {"strategy": "pipeline"}
@@ -269,6 +271,22 @@ def test_replicas_are_what_is_left_of_the_ranks() -> None:
     assert check(4, parallel=PIPELINE, model={"layers": 4}).replicas == 1
     assert check(4, parallel=PIPELINE | {"pipeline_parallel": 2}, model=TWO_LAYERS).replicas == 2
     assert check(4, parallel=FSDP | {"tensor_parallel": 2}, batch=BUDGET).replicas == 2
+
+
+def test_who_reduces_in_every_micro_batch() -> None:
+    def each(ranks: int = 2, **settings: Any) -> bool:
+        return reduces_each(ParallelConfig(**settings), ranks)
+
+    assert [each(strategy="deepspeed", zero_stage=stage) for stage in range(4)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert each(strategy="fsdp", reduce="per_micro_batch")
+    assert not each(strategy="fsdp")
+    assert not each(strategy="ddp", reduce="after_agreement")
+    assert not each(1, strategy="deepspeed", zero_stage=3)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "pipeline", "deepspeed"])

@@ -356,6 +356,8 @@ def test_calls_at_the_wrong_moment_are_refused() -> None:
         setup.window.run((torch.ones(2, 3), torch.ones(2)), setup.loss)
     with pytest.raises(WindowUsageError, match="4 sample ids were given for 6 samples"):
         setup.window.run(setup.batches, setup.loss, sample_ids=[1, 2, 3, 4])
+    with pytest.raises(WindowUsageError, match=r"run needs a loss_fn\(model, batch\) that returns"):
+        setup.window.run(setup.batches)
     with pytest.raises(WindowUsageError, match='on_nonfinite=\'stop\' is neither "skip" nor "raise"'):
         Setup(on_nonfinite="stop")
     assert setup.window.counters.updates_attempted == 1
@@ -603,5 +605,7 @@ def test_wrappers_that_it_does_not_know_are_refused_by_name() -> None:
         with pytest.raises(UnsupportedError, match=message):
             UpdateWindow(model, torch.optim.SGD(inner.parameters(), lr=0.1))
 
+    with pytest.raises(UnsupportedError, match="one rank reduces nothing; leave it out"):
+        UpdateWindow(inner, torch.optim.SGD(inner.parameters(), lr=0.1), reduce="per_micro_batch")
     with pytest.raises(UnsupportedError, match="reduce='each' is none of"):
         UpdateWindow(inner, torch.optim.SGD(inner.parameters(), lr=0.1), reduce="each")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from wholebatch.budget import BudgetPlan
-from wholebatch.report.ledger import Row, accumulation, columns_of
+from wholebatch.report.ledger import IN_EACH, Row, accumulation, columns_of
 
 
-def budget_text(plan: BudgetPlan) -> str:
-    """What is fixed about an update, and what its samples decide."""
+def budget_text(plan: BudgetPlan, *, reduces_each: bool = False) -> str:
+    """What is fixed about an update, and what its samples decide.
+
+    Args:
+        plan: what the ledger is of.
+        reduces_each: True where the engine is known to reduce in every micro-batch.
+    """
     layout = plan.layout
     degrees = f"{layout.tensor_parallel} x {layout.pipeline_parallel} x {layout.context_parallel}"
     rows: list[Row] = [
@@ -17,7 +22,7 @@ def budget_text(plan: BudgetPlan) -> str:
         ("micro-batch", f"{plan.tokens_per_micro_batch:,}", _micro_batch(plan)),
         ("window, A", "-", "as many micro-batches as the lengths of its samples make"),
         ("items", "-", "differ from update to update: N is counted in each"),
-        _reductions(plan),
+        _reductions(plan, reduces_each),
         accumulation("where"),
     ]
     if plan.tokens_alone is not None:
@@ -37,7 +42,9 @@ def _micro_batch(plan: BudgetPlan) -> str:
     return "positions at most: longest sample x samples"
 
 
-def _reductions(plan: BudgetPlan) -> Row:
+def _reductions(plan: BudgetPlan, reduces_each: bool) -> Row:
     if plan.layout.copies == 1:
         return ("gradient reductions", "0", "one replica has nobody to reduce with")
+    if reduces_each:
+        return ("gradient reductions", "A", IN_EACH)
     return ("gradient reductions", "1", "at the last micro-batch")

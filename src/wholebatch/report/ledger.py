@@ -171,6 +171,7 @@ def plan_text(
     intervals: Sequence[Interval] = (),
     comparison: PlanComparison | None = None,
     ragged: bool = False,
+    reduces_each: bool = False,
 ) -> str:
     """Return the ledger as text for people, ending in a line break.
 
@@ -179,8 +180,9 @@ def plan_text(
         epochs, intervals, comparison: what to show beside it.
         ragged: True where samples are known to have unequal numbers of items, so that there is no
             number of items per sample to ask for.
+        reduces_each: True where the engine is known to reduce in every micro-batch.
     """
-    sections = [("One update", _update_rows(plan, ragged))]
+    sections = [("One update", _update_rows(plan, ragged, reduces_each))]
     if epochs:
         sections.append((f"{number_of(epochs.epochs, 'epoch')} of the data", _epoch_rows(epochs)))
     if intervals:
@@ -209,7 +211,7 @@ def columns_of(rows: list[Row]) -> list[str]:
     ]
 
 
-def _update_rows(plan: BatchPlan, ragged: bool) -> list[Row]:
+def _update_rows(plan: BatchPlan, ragged: bool, reduces_each: bool) -> list[Row]:
     layout, window, replicas = plan.layout, plan.micro_batches_per_window, plan.replicas
     degrees = f"{layout.tensor_parallel} x {layout.pipeline_parallel} x {layout.context_parallel}"
     factors = f"{plan.micro_batch_samples} x {window} x {replicas}"
@@ -230,7 +232,7 @@ def _update_rows(plan: BatchPlan, ragged: bool) -> list[Row]:
     else:
         rows.append(("items", f"{items:,}", f"at {per_sample:,} items in every sample"))
     rows.append(("micro-batches", f"{plan.micro_batches_per_update:,}", "over all replicas = A x D"))
-    rows.append(("gradient reductions", str(plan.reductions_per_update), _reductions_remark(plan)))
+    rows.append(_reductions(plan, reduces_each))
     if window > MICRO_BATCHES_IN_OWN_DTYPE:
         rows.append(accumulation("as"))
     if layout.pipeline_parallel > 1:
@@ -248,13 +250,19 @@ def accumulation(word: str) -> Row:
     )
 
 
-def _reductions_remark(plan: BatchPlan) -> str:
-    if plan.layout.copies == 1:
-        return "one replica has nobody to reduce with"
-    naive = plan.naive_reductions_per_update
-    if naive == 1:
-        return "at the only micro-batch"
-    return f"at the last micro-batch; {naive:,} if every micro-batch were reduced"
+def _reductions(plan: BatchPlan, reduces_each: bool) -> Row:
+    each = plan.naive_reductions_per_update
+    remark = f"at the last micro-batch; {each:,} if every micro-batch were reduced"
+    if each == 0:
+        remark = "one replica has nobody to reduce with"
+    elif each == 1:
+        remark = "at the only micro-batch"
+    elif reduces_each:
+        remark = IN_EACH
+    return ("gradient reductions", f"{each if reduces_each else plan.reductions_per_update:,}", remark)
+
+
+IN_EACH = "in every micro-batch, so that no rank holds a whole gradient"
 
 
 def _pipeline_row(plan: BatchPlan) -> Row:

@@ -12,6 +12,7 @@ from wholebatch.record import Resumption, RunHeader
 from wholebatch.report.budget_ledger import budget_text
 from wholebatch.report.ledger import plan_findings, plan_text
 from wholebatch.report.words import number_of
+from wholebatch.train.layouts.cut import reduces_each
 from wholebatch.train.notes import notes
 from wholebatch.train.parts import Job
 from wholebatch.train.proof import proof_facts
@@ -26,7 +27,7 @@ def describe(job: Job) -> str:
     frozen = model["parameters"] - model["trainable_parameters"]
     told = notes(data, model, strategy=job.config.parallel.strategy, ranks=job.world.ranks)
     return (
-        f"{_plan_words(job.plan)}\n"
+        f"{_plan_words(job)}\n"
         f"Data: {len(job.data.train):,} samples{_items(data, 'train_items')} to train on, "
         f"{len(job.data.held_out):,}{_items(data, 'held_out_items')} held out.\n"
         f"Model: {model['name']} of {model['parameters']:,} parameters"
@@ -36,8 +37,11 @@ def describe(job: Job) -> str:
     )
 
 
-def _plan_words(plan: AnyPlan) -> str:
-    return budget_text(plan) if isinstance(plan, BudgetPlan) else plan_text(plan, ragged=True)
+def _plan_words(job: Job) -> str:
+    each = reduces_each(job.config.parallel, job.world.ranks)
+    if isinstance(job.plan, BudgetPlan):
+        return budget_text(job.plan, reduces_each=each)
+    return plan_text(job.plan, ragged=True, reduces_each=each)
 
 
 def _length_words(job: Job) -> str:

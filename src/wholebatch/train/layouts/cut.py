@@ -39,6 +39,12 @@ def is_cut(settings: ParallelConfig, ranks: int) -> bool:
     return ranks > 1 and (cut or settings.tensor_parallel > 1)
 
 
+def reduces_each(settings: ParallelConfig, ranks: int) -> bool:
+    """Whether gradients are reduced in every micro-batch, and not once an update."""
+    in_shards = settings.strategy in CUT and settings.reduce == "per_micro_batch"
+    return ranks > 1 and (in_shards or (settings.strategy == "deepspeed" and settings.zero_stage >= 2))
+
+
 def num_stage_ranks(settings: ParallelConfig, ranks: int) -> int:
     """Ranks that hold the layers of one replica between them: all of them unless a number is given."""
     if settings.strategy != STAGED or settings.pipeline_parallel > 1:

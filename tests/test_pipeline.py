@@ -180,6 +180,9 @@ def copied(_rank: int, ranks: int, engine: str) -> list[Any]:
         norm = big_batch(whole_model, plain, given)
         assert record.gradient_norm == pytest.approx(norm, rel=1e-13)
         assert (record.micro_batches, record.samples) == (sum(held), 3 * sum(held))
+    if engine == "fsdp":
+        with pytest.raises(WindowUsageError, match="under fully_shard hold different numbers"):
+            window.run(batches(0, 4 - 2 * copy))
     indices = [parts.index(part) for part in own]
     return [distance(own, [wanted[index] for index in indices]), record.loss_per_item, record.reductions]
 

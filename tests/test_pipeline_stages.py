@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from big_batch import Batch, big_batch
@@ -260,7 +261,43 @@ def refused(rank: int, ranks: int) -> dict[str, str]:
         window.model.inputs = lambda _: gives
         return lambda: window.run(batches(0, 2))
 
+    def sharded(*parts: nn.Module, over: str = "one", **named: Any) -> PipelinedModel:
+        """Stages of which the first is under ``fully_shard``; "one" is a mesh of this rank."""
+        fully_shard(parts[0], mesh=mesh[over], **named.pop("shard", {}))
+        places, number = [rank + ranks * turn for turn in range(len(parts))], ranks * len(parts)
+        stages = [
+            PipelineStage(part, place, number, torch.device("cpu"))
+            for place, part in zip(places, parts, strict=True)
+        ]
+        schedule = Schedule1F1B if len(parts) == 1 else ScheduleInterleaved1F1B
+        return model_of(stages=stages, schedule=schedule, **named)
+
+    def with_a_factor() -> PipelinedModel:
+        model = sharded(nn.Linear(6, 6))
+        model.parts[0].set_gradient_divide_factor(2.0)
+        return model
+
+    def in_part() -> PipelinedModel:
+        part = nn.Sequential(fully_shard(nn.Linear(6, 6), mesh=mesh["one"]), nn.Linear(6, 6))
+        return model_of(stages=PipelineStage(part, rank, ranks, torch.device("cpu")))
+
+    def of_others() -> UpdateWindow:
+        return UpdateWindow(model_of(), make_optimizer(nn.Linear(2, 2).parameters(), "sgd"), OBJECTIVE)
+
+    narrow = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    wide = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    eight = batches(0, 8, dtype=torch.bfloat16)
     acts: dict[str, Callable[[], Any]] = {
+        "other parameters": of_others,
+        "after agreement": lambda: window_over(model_of(), reduce="after_agreement"),
+        "some sharded": lambda: window_over(sharded(nn.Linear(6, 6), nn.Linear(6, 6))),
+        "sharded over others": lambda: window_over(sharded(nn.Linear(6, 6), over="data")),
+        "a factor": lambda: window_over(with_a_factor()),
+        "in part": lambda: window_over(in_part()),
+        "held back narrow": lambda: window_over(sharded(nn.Linear(6, 6), shard=narrow)).run(eight),
+        "narrow over calls": lambda: window_over(
+            sharded(nn.Linear(6, 6).bfloat16(), shard=wide, micro_batches_per_call=4)
+        ).run(eight),
         "no stage": lambda: model_of(stages=nn.Linear(6, 6)),
         "no stages": lambda: model_of(stages=[]),
         "by name": lambda: model_of(schedule="1F1B"),
@@ -290,6 +327,14 @@ def refused(rank: int, ranks: int) -> dict[str, str]:
 def test_what_is_no_pipeline_is_refused() -> None:
     for rank, told in enumerate(run_ranks(refused, 2)):
         words = {
+            "other parameters": "2 of the optimizer's 2 parameters are in no stage of this rank",
+            "after agreement": "reduce='after_agreement': a pipeline's gradients are reduced when",
+            "some sharded": "some stages of a rank are under fully_shard and some not",
+            "sharded over others": "stages are sharded over 2 ranks and there are 1 copies",
+            "a factor": "a stage has a factor of its own",
+            "in part": "0.weight of a stage is a DTensor that fully_shard of the whole stage does not",
+            "held back narrow": "keeps gradients that are held back in the reduce_dtype",
+            "narrow over calls": "adds sharded gradients up in the dtype of the parameters",
             "no stage": "is no torch.distributed.pipelining.PipelineStage",
             "no stages": "stages=[] is no",
             "by name": "schedule='1F1B' is no class of torch.distributed.pipelining",

@@ -27,7 +27,6 @@ from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.collectives import HostTotals, held_by_some, sum_over_ranks
 from wholebatch.ranks.fsdp import groups_of, held_back_in, mesh_size, refuse_own_reductions
 from wholebatch.ranks.pipeline import Call, Loss, PipelinedModel
-from wholebatch.ranks.pipeline_stage import run_backward_at_once
 from wholebatch.ranks.several import PATIENCE_S, SpreadRanks
 
 
@@ -84,12 +83,8 @@ class PipelineRanks(SpreadRanks):
             )
 
     def widen(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
-        if self._sharded:
-            return
-        super().widen(wide, parameters, micro_batches)
-        if wide.active:
-            for stage in self._model.stages:
-                run_backward_at_once(stage)
+        if not self._sharded:
+            super().widen(wide, parameters, micro_batches)
 
     def _refuse_narrow(
         self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int

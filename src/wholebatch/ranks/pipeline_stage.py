@@ -7,9 +7,8 @@ Facts of torch's stages that this file rests on (read in torch 2.13 and tested a
   saw there, and an embedding may fail on it.
 * Zero-bubble schedules take the gradients of a stage's inputs first and those of its weights later, in the
   part of the graph that both share. Weights of an output that does not depend on the inputs (behind a
-  frozen stage, or a detached input) are left out without an error; and the sums are torch's own, not
-  autograd's, so they can't be kept wider than their weights. A ``dw_builder`` makes a stage do all of it
-  at once.
+  frozen stage, or a detached input) are left out without an error. A ``dw_builder`` makes a stage do all
+  of it at once. The sums are torch's own, in what a weight's gradients are kept in.
 """
 
 from __future__ import annotations
@@ -48,16 +47,11 @@ def learn_shapes_without_trace(stage: PipelineStage, learnt: Callable[[], None])
         outputs = functional_call(module, buffers, given, named)
         # torch itself runs the whole backward of the first stage at once
         if not stage.is_first and not all(_depends(one, given) for one in tensors_of(outputs)):
-            run_backward_at_once(stage)
+            # have autograd run the whole backward where a schedule asks for its first part
+            stage.dw_builder = stage.dw_builder or _nothing_later
         return outputs
 
     stage._compute_outputs = learn  # type: ignore[method-assign]
-
-
-def run_backward_at_once(stage: PipelineStage) -> None:
-    """Have autograd run the whole backward of a stage where a schedule asks for its first part."""
-    if stage.dw_builder is None:
-        stage.dw_builder = _nothing_later
 
 
 def tensors_of(output: Any) -> list[Tensor]:

@@ -136,11 +136,13 @@ def on_two_ranks(rank: int, ranks: int) -> list[Any]:
     model = nn.parallel.DistributedDataParallel(net())
     wide, record = moved(model, held[rank::ranks])
     error = float((wide - wanted).norm() / wanted.norm())
+    # what one rank has too many of, all add up wide
     _, few_record = moved(nn.parallel.DistributedDataParallel(net()), held[rank : rank + 1])
+    _, uneven = moved(nn.parallel.DistributedDataParallel(net()), held[: 6 - 4 * rank])
     return [
         error / max(of_big_batch, torch.finfo(torch.bfloat16).eps),
-        record.reductions,
-        few_record.reductions,
+        [one.reductions for one in (record, few_record, uneven)],
+        [one.accumulated_in for one in (record, few_record, uneven)],
     ]
 
 
@@ -197,9 +199,10 @@ def test_what_wide_gradients_would_go_past_is_refused_when_the_window_is_made() 
 
 @pytest.mark.slow
 def test_two_ranks_add_up_wide_and_reduce_once() -> None:
-    for error, reductions, few_reductions in run_ranks(on_two_ranks, 2):
+    for error, reductions, added_up_in in run_ranks(on_two_ranks, 2):
         assert error < 2
-        assert (reductions, few_reductions) == (1, 1)
+        assert reductions == [1, 1, 1]
+        assert added_up_in == ["float32", "bfloat16", "float32"]
 
 
 def sharded(rank: int, ranks: int) -> list[Any]:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import reduce
+from operator import add
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -339,8 +341,8 @@ class Update:
             failed.pop(number, None)
             try:
                 by_term = self._by_term(loss_of(output, batch))
-                seeds = {term: shares.seed(term, one) for term, one in by_term.items()}
-                total = torch.stack([one.loss_sum * seeds[term] for term, one in by_term.items()]).sum()
+                parts = [one.loss_sum * shares.seed(term, one) for term, one in by_term.items()]
+                total = reduce(add, parts)
                 if not total.requires_grad:
                     self._refuse_missing_graph(by_term)
             except Exception as error:  # told when the schedule is over, as the other ranks are inside it

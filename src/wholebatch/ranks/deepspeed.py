@@ -63,7 +63,7 @@ class DeepSpeedRanks(SeveralRanks):
         self.stepper = self._stepper = EngineStepper(engine, self.held)
         self._per_micro_batch = self.stage >= 2
         self.equal_turns = self._per_micro_batch
-        self.patience_s = PATIENCE_S if self.stage == 3 else None  # others may be gathering in a forward
+        self.patience_s = PATIENCE_S if self._per_micro_batch else None  # others may be in a collective
         self.reduces_at_the_end = not self._per_micro_batch
         self._found: tuple[bool, bool | None] = (True, None)
         self._forwarded = self._last = False
@@ -72,6 +72,11 @@ class DeepSpeedRanks(SeveralRanks):
         self._refuse_untrained()
         hook = engine.register_forward_pre_hook(weakly(self._note_forward))
         weakref.finalize(self, hook.remove)
+
+    @property
+    def meets(self) -> bool:
+        # As under fully_shard: the backward before the last may find others gone, and says so.
+        return self.synchronises and self._last
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         own = {id(one) for one in self.held.parameters()}

@@ -129,8 +129,15 @@ class InPartition(Held):
 
     partitioned = True
 
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._own: list[nn.Parameter] = []  # as they were when the update began; asked twice a turn
+
     def groups(self) -> Sequence[Sequence[nn.Parameter]]:
         return list(self._optimizer.bit16_groups)
+
+    def begin(self) -> None:
+        self._own = self.parameters()
 
     def pieces(self) -> list[Tensor]:
         groups = [group for group in self._optimizer.averaged_gradients.values() if group is not None]
@@ -141,17 +148,13 @@ class InPartition(Held):
         groups = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
         found = [one for group in groups if group is not None for one in group]
         if not optimizer.partition_gradients:  # stage 2 lets go of these in its next forward
-            found += self._accumulated()
+            found += _accumulated(self._own)
         return found
-
-    def _accumulated(self) -> list[Tensor]:
-        found = (getattr(one, "grad_accum", None) for one in self.parameters())
-        return [one for one in found if one is not None]
 
     def is_empty(self) -> bool:
         optimizer: Any = self._optimizer
         groups = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
-        return all(one is None for one in groups) and not self._accumulated()
+        return all(one is None for one in groups) and not _accumulated(self.parameters())
 
     def clear(self) -> None:
         optimizer: Any = self._optimizer
@@ -237,6 +240,11 @@ def held_by(optimizer: Any) -> Held:
 
 def trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, one) for name, one in module.named_parameters() if one.requires_grad)
+
+
+def _accumulated(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    found = [getattr(one, "grad_accum", None) for one in parameters]
+    return [one for one in found if one is not None]
 
 
 def _leave_backward(optimizer: Any) -> None:

@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from big_batch import Batch, big_batch
 from ranks import run_ranks
+from test_pipeline import batches as pipeline_batches
+from test_pipeline import layers, pipelined
 from wholebatch import UpdateWindow, token_loss
 from wholebatch.errors import UnsupportedError
 
@@ -22,12 +27,12 @@ OBJECTIVE = token_loss()
 # Each way of compiling, and by how many ranks it is run.
 WAYS = [
     ("whole", 1),
-    ("in place", 1),
-    ("blocks", 1),
     ("whole in DDP", 2),
     ("in place in DDP", 2),
     ("blocks in DDP", 2),
     ("blocks under fully_shard", 2),
+    ("whole under fully_shard", 2),
+    ("whole over tensor-parallel ranks", 2),
 ]
 
 
@@ -65,9 +70,12 @@ def net(dtype: torch.dtype = torch.float64) -> Net:
 
 
 def compiled(way: str, module: Net, backend: str = "aot_eager") -> nn.Module:
-    """``module`` compiled and wrapped; a break of its graph is an error."""
-    how: dict[str, Any] = {"backend": backend, "fullgraph": True}
+    """``module`` compiled and wrapped; a break of its graph is an error but at hooks of fully_shard."""
+    how: dict[str, Any] = {"backend": backend, "fullgraph": way != "whole under fully_shard"}
     model: Any = module
+    if way.endswith("tensor-parallel ranks"):
+        columns = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(module, init_device_mesh("cpu", (2,)), {"blocks.*.inner": columns})
     if way.startswith("whole"):
         model = torch.compile(module, **how)
     elif way.startswith("in place"):
@@ -134,7 +142,7 @@ def updates(rank: int, ranks: int, way: str) -> list[Any]:
     module, wanted = net(), net()
     model = compiled(way, module)
     window, plain = window_over(model), adamw(wanted)
-    reductions = []
+    reductions, replicas = [], 1 if "tensor-parallel" in way else ranks
     for update in range(5):
         if update == 2:
             torch.compiler.set_stance("fail_on_recompile")
@@ -142,8 +150,8 @@ def updates(rank: int, ranks: int, way: str) -> list[Any]:
             with pytest.raises(RuntimeError, match="not today"):
                 fail_in_the_second(window, batches(900, 3))
             kept = all(map(torch.equal, before, module.buffers()))
-        shares = [batches(100 * update + 10 * one, 3) for one in range(ranks)]
-        reductions.append(window.run(shares[rank], loss).reductions)
+        shares = [batches(100 * update + 10 * one, 3) for one in range(replicas)]
+        reductions.append(window.run(shares[rank % replicas], loss).reductions)
         big_batch(wanted, plain, [batch for share in shares for batch in share], clip=0.1)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return [distance(module, wanted), reductions, kept, graphs, window.counters.updates_applied]
@@ -153,7 +161,7 @@ def updates(rank: int, ranks: int, way: str) -> list[Any]:
 def test_the_update_is_that_of_the_big_batch_and_nothing_is_compiled_anew(way: str, ranks: int) -> None:
     for error, reductions, kept, graphs, applied in run_ranks(updates, ranks, way, timeout_s=120):
         assert error < 1e-13
-        assert reductions == [int(ranks > 1)] * 5
+        assert reductions == [int(ranks > 1 and "tensor-parallel" not in way)] * 5
         assert kept
         assert graphs >= 1  # a model that is not compiled would pass all else
         assert applied == 5
@@ -170,6 +178,34 @@ def inductor(_rank: int, _ranks: int) -> float:
 
 def test_kernels_of_inductor_give_the_same_update_within_float32() -> None:
     assert run_ranks(inductor, 1, timeout_s=180)[0] < 1e-5
+
+
+def stages(rank: int, ranks: int) -> tuple[float, str]:
+    """Two calls of a schedule through compiled stages; one that cuts backwards in two takes none."""
+    quiet_compiler()
+
+    def wrap(part: nn.Module) -> nn.Module:
+        made: Any = torch.compile(part, backend="aot_eager", fullgraph=True)
+        return made
+
+    parts, wanted = layers(), nn.Sequential(*layers())
+    model, own = pipelined(parts, "1F1B", rank, ranks, wrap=wrap, micro_batches_per_call=4)
+    window, plain = window_over(model), adamw(wanted)
+    window.run(pipeline_batches(0, 8))
+    big_batch(wanted, plain, pipeline_batches(0, 8), clip=0.1)
+    error = max(distance(part, wanted[parts.index(part)]) for part in own)
+    split, _ = pipelined(layers(), "InterleavedZeroBubble", rank, ranks, wrap=wrap)
+    with pytest.raises(UnsupportedError) as caught:
+        window_over(split).run(pipeline_batches(0, 4))
+    return error, str(caught.value)
+
+
+def test_compiled_stages_of_a_pipeline() -> None:
+    for error, message in run_ranks(stages, 2, timeout_s=120):
+        assert error < 1e-14
+        assert message.startswith("ScheduleInterleavedZeroBubble can't run 4 micro-batches through 4 st")
+        assert "not supported with stage modules that have used torch.compile" in message
+        assert "Give PipelinedModel a schedule that takes them" in message
 
 
 def outside(_rank: int, _ranks: int) -> str:

@@ -257,8 +257,8 @@ class PipelinedModel(nn.Module):
             raise UnsupportedError(
                 f"{kind.__name__} can't run {micro_batches} micro-batches through "
                 f"{self.stages[0].num_stages} stages on {self.stages[0].group_size} ranks: {error} Give "
-                f"PipelinedModel a tail_schedule that takes any number, such as ScheduleGPipe, or "
-                f"ScheduleLoopedBFS for several stages a rank"
+                f"PipelinedModel a schedule that takes them, or for their number a tail_schedule, such as "
+                f"ScheduleGPipe, or ScheduleLoopedBFS for several stages a rank"
             ) from error
         for stage in self.stages:
             place = stage.stage_index_to_group_rank[stage.stage_index]

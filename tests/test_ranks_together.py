@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from ranks import run_ranks
 from wholebatch.errors import CheckpointError, JudgeError, RecordError
-from wholebatch.ranks.lost import is_lost_contact, last_words, leave_words, why_lost
+from wholebatch.ranks.agreement import why_lost
+from wholebatch.ranks.lost import is_lost_contact, last_words, leave_words
 from wholebatch.ranks.together import ContactLostError, Together
 from wholebatch.report.output import OutputClosedError
 

@@ -45,9 +45,9 @@ from wholebatch.objective import (
     Objective,
     as_loss_sum,
 )
-from wholebatch.ranks.agreement import Agreement, PendingExchange, name_ranks, unlike_first
+from wholebatch.ranks.agreement import Agreement, PendingExchange, name_ranks, unlike_first, why_lost
 from wholebatch.ranks.base import Ranks
-from wholebatch.ranks.lost import is_lost_contact, leave_words, why_lost
+from wholebatch.ranks.lost import is_lost_contact, leave_words
 from wholebatch.record import Counters, Outcome, UpdateRecord, Weighting, finite
 from wholebatch.result import (
     GlobalResult,

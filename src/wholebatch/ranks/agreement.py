@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from wholebatch.errors import OtherRankFailedError, PoisonedWindowError
 from wholebatch.ranks.base import PendingTotal, Ranks
-from wholebatch.ranks.lost import why_lost
+from wholebatch.ranks.lost import ANSWER_S, last_words, silent_ranks
 
 # In a rank's own place of an exchange: its number of the exchange from 1 on, by which ranks that run
 # different code are told apart, or one of these.
@@ -132,6 +132,19 @@ def _ranks_at(states: Sequence[float], wanted: float) -> str:
 
 def _patience(patience_s: float | None) -> str:
     return "the process group's timeout" if patience_s is None else f"{patience_s:g} seconds"
+
+
+def why_lost(waited: str = "the process group's timeout") -> str:
+    """Why contact was lost, as far as it is known, for a message.
+
+    Args:
+        waited: how long the other rank had to answer.
+    """
+    if words := last_words():
+        return words
+    silent = silent_ranks()
+    named = f"; no sign of {name_ranks(silent)} within {ANSWER_S:g} s when asked for one" if silent else ""
+    return f"it ended, or did not answer within {waited}{named}"
 
 
 def unlike_first(values: Sequence[object]) -> list[int]:

@@ -7,14 +7,21 @@ once they are cut off.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
+from time import monotonic, sleep
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from wholebatch.whereabouts import told
 
+# How long a rank that lost contact waits for the others to say that they did.
+ANSWER_S = 1.0
+
 _KEY = "wholebatch/last_words"
+_CUT_OFF = "wholebatch/cut_off/"
 
 
 def is_lost_contact(error: BaseException | None) -> bool:
@@ -53,10 +60,33 @@ def last_words() -> str:
     return ""
 
 
-def why_lost(waited: str = "the process group's timeout") -> str:
-    """Why contact was lost, as far as it is known, for a message.
+def silent_ranks() -> list[int]:
+    """The ranks of the job that do not say, within ANSWER_S, that they lost contact too.
 
-    Args:
-        waited: how long the other rank had to answer.
+    A rank that was killed left no words, and a collective of the ranks that are left can't ask for it: the
+    first to notice cuts off the next. So each says in the store that it is there.
+
+    Returns:
+        Numbers of ranks: those that are gone, or hang, or have not noticed yet; none where nobody can be
+        asked. The last rank to notice names those alone that are gone or hang.
     """
-    return last_words() or f"it ended, or did not answer within {waited}"
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    with suppress(Exception):  # whoever kept the words may be gone too
+        store = _get_default_store()
+        store.set(f"{_CUT_OFF}{dist.get_rank()}", "1")
+        ranks, until = range(dist.get_world_size()), monotonic() + ANSWER_S
+        while (silent := _unsaid(store, ranks)) and monotonic() < until:
+            sleep(0.05)  # a wait of the store's own tells of its timeout on the console
+        return silent
+    return []
+
+
+def _unsaid(store: Any, ranks: Sequence[int]) -> list[int]:
+    """Those of ``ranks`` that left no sign, by halves: few questions where there are few of many."""
+    if store.check([f"{_CUT_OFF}{rank}" for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return [*ranks]
+    half = len(ranks) // 2
+    return _unsaid(store, ranks[:half]) + _unsaid(store, ranks[half:])

@@ -19,8 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.errors import JudgeError, WholebatchError
+from wholebatch.ranks.agreement import why_lost
 from wholebatch.ranks.collectives import host_group
-from wholebatch.ranks.lost import is_lost_contact, leave_words, why_lost
+from wholebatch.ranks.lost import is_lost_contact, leave_words
 
 T = TypeVar("T")
 

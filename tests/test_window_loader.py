@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
@@ -151,6 +154,35 @@ def test_loaders_that_differ_are_refused_on_every_rank(slip: dict[str, Any], wor
         assert outcome[:2] == ("error", "WindowUsageError")
         assert words in outcome[2]
     assert run_ranks(drawn_alike, 2, {}, length_of) == [12, 12]
+
+
+def unreadable_on_one(rank: int, ranks: int) -> str:
+    """Two tensor-parallel ranks with the same share, of which one leaves a sample out."""
+    module = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)).double()
+    columns = {"1": ColwiseParallel(output_layouts=Replicate())}
+    model = parallelize_module(module, init_device_mesh("cpu", (ranks,)), columns)
+    window = wb.UpdateWindow(model, torch.optim.SGD(model.parameters(), lr=0.1), wb.next_token_loss())
+    loader = WindowLoader(
+        Rows(range(5, 5 + rank)),
+        plan=budget(),
+        collate=pad_collate(),
+        lengths=LENGTHS,
+        shuffle=False,
+        on_bad_sample="skip",
+    )
+    draws = window.batches(loader)
+    assert run_one(window, next(draws)).samples == 4
+    with pytest.raises(WindowUsageError) as caught:
+        run_one(window, next(draws))
+    return str(caught.value)
+
+
+def test_a_sample_that_one_rank_of_a_replica_cannot_read_is_refused_on_all() -> None:
+    for message in run_ranks(unreadable_on_one, 2):
+        assert message.startswith(
+            "other micro-batches were given to rank 1 than to another rank of the same"
+        )
+        assert message.endswith("leave out on all what one of them can't read")
 
 
 def one_at_its_end(rank: int, ranks: int) -> str:

@@ -141,7 +141,8 @@ class GlobalTally:
                 f"other micro-batches were given to {name_ranks(self.other_samples)} than to another rank "
                 f"of the same replica, by what their tensors hold or by their sample ids; ranks that share "
                 f"a replica (tensor, context or pipeline parallel) are given the same samples, in the same "
-                f"order: draw them by the replica's number, not by the rank's"
+                f"order: draw them by the replica's number, not by the rank's, and leave out on all what "
+                f"one of them can't read"
             )
         if planned_samples is not None and self.samples > planned_samples:
             raise WindowUsageError(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from deepspeed_rounds import (
 )
 from problems import Case, loss_with
 from ranks import run_ranks
-from wholebatch.errors import OtherRankFailedError, WholebatchError
+from wholebatch.errors import OtherRankFailedError, PoisonedWindowError, WholebatchError
 from wholebatch.finish import per_update
 from wholebatch.objective import counted_loss
 from wholebatch.plan import plan_batch
@@ -93,26 +94,29 @@ def exceptional(rank: int, n: int, stage: int) -> dict[str, Any]:
     case = case_of("equal, full")
     loss = loss_with(case.objective())
 
-    # a failure in the second micro-batch of one rank rolls back on both, and the update runs again
+    # a failure of one rank, or of all alike in the middle, rolls back on both, and the update runs again
     mode = (
         "bf16, fp32 gradients" if stage == 1 else "fp32"
     )  # that optimizer of stage 1 keeps its own buffers
     engine = start(deepspeed, config_of(stage, mode))
     truth = Truth(deepspeed, engine)
     window = UpdateWindow(engine, engine.optimizer, case.objective())
-    turns = []
+    turns: list[int] = []
+    # where every backward reduces, one rank alone can turn back before the last
+    for ranks, turn in (((1,), 2 if stage < 2 else 3), ((0, 1), 2)):
+        turns.clear()
 
-    def failing(model: Any, batch: Any) -> Any:
-        given = loss(model, batch)
-        turns.append(1)
-        if rank == 1 and len(turns) == 2:
-            raise ZeroDivisionError
-        return given
+        def failing(model: Any, batch: Any, ranks: tuple[int, ...] = ranks, turn: int = turn) -> Any:
+            given = loss(model, batch)
+            turns.append(1)
+            if rank in ranks and len(turns) == turn:
+                raise ZeroDivisionError
+            return given
 
-    try:
-        window.run(case.batches()[rank], failing)
-    except (ZeroDivisionError, OtherRankFailedError) as error:
-        found["failed"] = type(error).__name__
+        try:
+            window.run(case.batches()[rank], failing)
+        except (ZeroDivisionError, OtherRankFailedError) as error:
+            found["failed", ranks] = type(error).__name__
     found["again"] = truth.update(window, case, rank)
 
     # what a loop of its own does beside the window: it is seen, or comes to nothing
@@ -193,7 +197,8 @@ def exceptional(rank: int, n: int, stage: int) -> dict[str, Any]:
 def test_failures_skips_and_late_denominators_leave_exact_updates(stage_and_found: Any) -> None:
     stage, of_ranks = stage_and_found
     results = [of_rank["exceptional"] for of_rank in of_ranks]
-    assert [found["failed"] for found in results] == ["OtherRankFailedError", "ZeroDivisionError"]
+    failed = [(found["failed", (1,)], found["failed", (0, 1)]) for found in results]
+    assert failed == [("OtherRankFailedError", "ZeroDivisionError"), ("ZeroDivisionError",) * 2]
     for found in results:
         for name in ("again", "step"):
             assert found[name]["gradient"] < 4 * EPS["bf16" if stage == 1 else "fp32"], name
@@ -215,6 +220,46 @@ def test_failures_skips_and_late_denominators_leave_exact_updates(stage_and_foun
         assert found["overflow"].loss_scale == found["scales"][0] == 2 * found["scales"][1]
         assert found["after overflow"]["record"].loss_scale == found["scales"][1]
         assert found["after overflow"]["gradient"] < 4 * EPS["fp16"]
+
+
+def fails_alone(rank: int, n: int) -> tuple[list[str], float]:
+    """Rank 1 fails before the backward of its second micro-batch, in which rank 0 then waits for it."""
+    deepspeed = deepspeed_here(rank, n)
+    case = case_of("equal, full")
+    loss = loss_with(case.objective())
+    engine = start(deepspeed, config_of(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "PATIENCE_S", 2.0)
+        window = UpdateWindow(engine, engine.optimizer, case.objective())
+    window.run(case.batches()[rank], loss)
+    second = case.batches()[rank][1]["input_ids"]
+
+    def failing(model: Any, batch: Any) -> Any:
+        if rank == 1 and torch.equal(batch["input_ids"], second):
+            raise ValueError("a bad sample")
+        return loss(model, batch)
+
+    began = time.monotonic()
+    try:
+        window.run(case.batches()[rank], failing)
+    except (ValueError, PoisonedWindowError) as error:
+        said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+    took = time.monotonic() - began
+    with pytest.raises(PoisonedWindowError) as caught:
+        window.run(case.batches()[rank], loss)
+    return [*said, str(caught.value)], took
+
+
+def test_a_rank_that_fails_alone_between_reductions_is_named_by_the_other() -> None:
+    outcomes = run_ranks(fails_alone, 2, expect="outcomes")
+    (other, waited), (own, took) = (outcome[1] for outcome in outcomes)
+    assert other[0].startswith("PoisonedWindowError: contact with another rank was lost in a collective of")
+    assert "rank 1 failed in update 2: ValueError: a bad sample" in other[0]
+    assert "restart from the last committed update, number 1" in other[0]
+    assert own[0] == "ValueError: a bad sample"
+    assert "did not answer within 2 seconds. Restart from the last committed update" in own[1]
+    assert (other[-1] in other[0], own[-1]) == (True, own[1])
+    assert max(waited, took) < 20
 
 
 def broken(rank: int, n: int) -> dict[str, Any]:

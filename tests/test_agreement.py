@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from ranks import run_ranks
 from wholebatch.errors import OtherRankFailedError, PoisonedWindowError, UnsupportedError
 from wholebatch.ranks.agreement import Agreement, PendingExchange, name_ranks, unlike_first
 from wholebatch.ranks.base import Roles, Traffic
+from wholebatch.ranks.ddp import DDPRanks
 from wholebatch.ranks.roles import roles_of_mesh
 from wholebatch.ranks.single import SingleRank
 from wholebatch.tally import GlobalTally, Tally, payload_size
@@ -20,9 +25,7 @@ class Told:
     def __init__(self, sums: Sequence[float]) -> None:
         self.sums = list(sums)
 
-    def wait(self, patience_s: float | None = None) -> list[float]:
-        if patience_s is not None:
-            raise RuntimeError("timed out")
+    def wait(self) -> list[float]:
         return self.sums
 
 
@@ -52,9 +55,29 @@ def test_those_that_are_elsewhere_are_named() -> None:
     )
 
 
-def test_a_short_patience_is_told() -> None:
-    with pytest.raises(PoisonedWindowError, match=r"did not answer within 2\.5 seconds"):
-        exchange([3.0]).wait(2.5)
+def gives_up(rank: int, _n: int) -> tuple[str, float, bool]:
+    """Rank 1 reports a failure, of which rank 0 does not hear."""
+    ranks = DDPRanks(
+        DistributedDataParallel(torch.nn.Linear(1, 1)), reduce="per_update", reduction_divisor=None
+    )
+    if rank == 0:
+        return "", 0.0, True
+    ranks.patience_s = 0.5
+    agreement, begun = Agreement(ranks, 2), []
+    total = ranks.total
+    ranks.total = lambda *given: begun.append(total(*given)) or begun[-1]  # type: ignore[method-assign]
+    began = time.monotonic()
+    with pytest.raises(PoisonedWindowError) as caught:
+        agreement.report_failure()
+    return str(caught.value), time.monotonic() - began, begun[0].work.is_completed()
+
+
+@pytest.mark.slow
+def test_who_gives_up_after_a_short_patience_leaves_nothing_under_way() -> None:
+    said, took, ended = run_ranks(gives_up, 2)[1]
+    assert "lost while reporting its own failure: it ended, or did not answer within 0.5 seconds" in said
+    assert took < 1.5
+    assert ended  # a process waits at its end for what is still under way
 
 
 def test_a_rank_alone_hears_itself() -> None:
@@ -68,7 +91,7 @@ def test_a_rank_alone_hears_itself() -> None:
 class Gone(SingleRank):
     """Ranks that another one has left."""
 
-    def total(self, vector: Sequence[float]) -> Told:  # noqa: ARG002
+    def total(self, vector: Sequence[float], patience_s: float | None = None) -> Told:  # noqa: ARG002
         raise RuntimeError("connection closed by peer")
 
 

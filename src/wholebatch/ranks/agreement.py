@@ -38,23 +38,21 @@ class PendingExchange:
     _size: int
     _doing: str
     _num_ranks: int
+    _patience_s: float | None = None
 
-    def wait(self, patience_s: float | None = None) -> list[float]:
+    def wait(self) -> list[float]:
         """The payload, added up over the ranks.
-
-        Args:
-            patience_s: seconds to wait for the others; None as long as the process group.
 
         Raises:
             OtherRankFailedError: some rank failed instead; all roll this update back.
             PoisonedWindowError: some rank is beyond the point of no return, or is gone.
         """
         try:
-            sums = self._sums.wait(patience_s)
+            sums = self._sums.wait()
         except RuntimeError as error:
             raise PoisonedWindowError(
                 f"contact with another rank was lost while {self._doing}: "
-                f"{why_lost(_patience(patience_s))}. Restart from the last committed update ({error})"
+                f"{why_lost(_patience(self._patience_s))}. Restart from the last committed update ({error})"
             ) from error
         states = [round(state) for state in sums[: self._num_ranks]]
         if _POISONED in states:
@@ -104,7 +102,7 @@ class Agreement:
             PoisonedWindowError: they don't: they ended, or are inside a collective that this rank left.
         """
         try:
-            self._begin(_FAILED, (), "reporting its own failure").wait(self._ranks.patience_s)
+            self._begin(_FAILED, (), "reporting its own failure", self._ranks.patience_s).wait()
         except OtherRankFailedError:
             return
 
@@ -112,18 +110,20 @@ class Agreement:
         """Leave word for the exchange that the others may make later; does not wait."""
         self._begin(_POISONED, (), "reporting poison")
 
-    def _begin(self, state: float, payload: Sequence[float], doing: str) -> PendingExchange:
+    def _begin(
+        self, state: float, payload: Sequence[float], doing: str, patience_s: float | None = None
+    ) -> PendingExchange:
         assert len(payload) <= self._size, (len(payload), self._size)
         roles = self._ranks.roles
         vector = [*roles.slots(state), *payload, *[0.0] * (self._size - len(payload))]
         try:
-            sums = self._ranks.total(vector)
+            sums = self._ranks.total(vector, patience_s)
         except RuntimeError as error:
             raise PoisonedWindowError(
                 f"contact with another rank was lost while {doing}: {why_lost()}. Restart from the last "
                 f"committed update ({error})"
             ) from error
-        return PendingExchange(sums, len(payload), doing, roles.num_ranks)
+        return PendingExchange(sums, len(payload), doing, roles.num_ranks, patience_s)
 
 
 def _ranks_at(states: Sequence[float], wanted: float) -> str:

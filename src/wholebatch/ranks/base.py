@@ -37,12 +37,8 @@ Reduce = Literal["per_update", "per_micro_batch", "after_agreement"]
 class PendingTotal(Protocol):
     """A sum over ranks that is on its way."""
 
-    def wait(self, patience_s: float | None = None) -> list[float]:
-        """The sums; blocks until every rank has given its part, or the group's timeout.
-
-        Args:
-            patience_s: seconds after which to give up earlier.
-        """
+    def wait(self) -> list[float]:
+        """The sums; blocks until every rank has given its part, or until it is given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,8 +189,13 @@ class Ranks(ABC):
         raise NotImplementedError(f"{type(self).__name__} lets ranks go without micro-batches")
 
     @abstractmethod
-    def total(self, vector: Sequence[float]) -> PendingTotal:
-        """Begin to add ``vector`` up over all ranks of the job, in float64 on the host."""
+    def total(self, vector: Sequence[float], patience_s: float | None = None) -> PendingTotal:
+        """Begin to add ``vector`` up over all ranks of the job, in float64 on the host.
+
+        Args:
+            vector: this rank's part.
+            patience_s: seconds after which it is given up; the group's timeout where None.
+        """
 
     def check_optimizers(self, optimizers: Sequence[Any]) -> None:  # noqa: B027 - most take any
         """Refuse optimizers that don't step on what the engine leaves in ``.grad``."""

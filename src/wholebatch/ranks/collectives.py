@@ -28,16 +28,9 @@ class HostTotal:
     vector: Tensor
     work: Any
 
-    def wait(self, patience_s: float | None = None) -> list[float]:
-        """The sums; blocks until every rank has given its part.
-
-        Args:
-            patience_s: seconds after which to give up; as long as the group's timeout where None.
-        """
-        if patience_s is None:
-            self.work.wait()
-        else:
-            self.work.wait(timedelta(seconds=patience_s))
+    def wait(self) -> list[float]:
+        """The sums; blocks until every rank has given its part."""
+        self.work.wait()
         return [float(value) for value in self.vector.tolist()]
 
 
@@ -61,10 +54,19 @@ class HostTotals:
         """
         return alive(self._group)
 
-    def begin(self, vector: Sequence[float]) -> HostTotal:
-        """Begin to add ``vector`` up over the ranks, in float64."""
+    def begin(self, vector: Sequence[float], patience_s: float | None = None) -> HostTotal:
+        """Begin to add ``vector`` up over the ranks, in float64.
+
+        Args:
+            vector: this rank's part.
+            patience_s: seconds after which it is given up; the group's timeout where None.
+        """
         sums = torch.tensor(vector, dtype=torch.float64)
-        return HostTotal(sums, dist.all_reduce(sums, group=self.group, async_op=True))
+        options = dist.AllreduceOptions()
+        if patience_s is not None:
+            # Its own, not a wait's: what is given up and still under way keeps a process from ending.
+            options.timeout = timedelta(seconds=patience_s)
+        return HostTotal(sums, self.group.allreduce([sums], options))
 
     def gather(self, mine: Any) -> list[Any]:
         """What each rank gave, by rank, on every rank."""

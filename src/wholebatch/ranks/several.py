@@ -46,8 +46,8 @@ class SeveralRanks(Ranks):
         """
         return alive(self._weak_group)
 
-    def total(self, vector: Sequence[float]) -> HostTotal:
-        return self._totals.begin(vector)
+    def total(self, vector: Sequence[float], patience_s: float | None = None) -> HostTotal:
+        return self._totals.begin(vector, patience_s)
 
     def lend(self, batch: Any, device: torch.device) -> Any:
         return self._totals.lend(batch, device)

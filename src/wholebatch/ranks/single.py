@@ -17,14 +17,14 @@ _HOLDS_NOTHING_BACK = nullcontext()
 class _Known:
     sums: list[float]
 
-    def wait(self, patience_s: float | None = None) -> list[float]:  # noqa: ARG002
+    def wait(self) -> list[float]:
         return self.sums
 
 
 class SingleRank(Ranks):
     """A job of one rank: every question about the others has an answer at once."""
 
-    def total(self, vector: Sequence[float]) -> _Known:
+    def total(self, vector: Sequence[float], patience_s: float | None = None) -> _Known:  # noqa: ARG002
         return _Known(list(vector))
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -76,7 +76,7 @@ def gives_up(rank: int, _n: int) -> tuple[str, float, bool]:
 def test_who_gives_up_after_a_short_patience_leaves_nothing_under_way() -> None:
     said, took, ended = run_ranks(gives_up, 2)[1]
     assert "lost while reporting its own failure: it ended, or did not answer within 0.5 seconds" in said
-    assert took < 1.5
+    assert took < 1.9  # then rank 0 ends, and cuts it off
     assert ended  # a process waits at its end for what is still under way
 
 

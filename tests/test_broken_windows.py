@@ -18,57 +18,51 @@ from torch.nn.parallel import DistributedDataParallel
 
 from problems import Case, Observed, assert_equal_updates, observed, oracle
 from ranks import run_ranks
-from wholebatch import update as update_module
 from wholebatch.errors import UpdateError
 from wholebatch.finish import Finish
 from wholebatch.ranks.base import Ranks
 from wholebatch.ranks.ddp import DDPRanks
+from wholebatch.shares import Shares
+from wholebatch.tally import GlobalTally
 
-Update = update_module.Update
 CASE = Case(counts=[[[5, 2], [3], [0, 4, 1], [2]], [[1, 1], [5, 5], [4], [3, 2]]], clip_grad_norm=0.5)
 ONE_RANK = Case(counts=CASE.counts[:1], clip_grad_norm=0.5)
 TOLERANCE = 1e-13
 
 
-def with_shares(change: Callable[[Update, dict[str, float]], dict[str, float]]) -> Any:
+def with_shares(change: Callable[[GlobalTally, float, dict[str, float]], dict[str, float]]) -> Any:
     """Let every summed loss be multiplied by something else."""
-    settle = Update._settle
+    of = Shares.of
 
-    def broken(self: Update) -> Any:
-        first = self._tally is None
-        total = settle(self)
-        if first:
-            self._shares = change(self, self._shares)
-        return total
+    def broken(total: GlobalTally, *, divisor: float, **more: Any) -> Shares:
+        shares = of(total, divisor=divisor, **more)
+        shares.of_term = change(total, divisor, shares.of_term)
+        return shares
 
-    return mock.patch.object(Update, "_settle", broken)
+    return mock.patch.object(Shares, "of", broken)
 
 
 def no_division() -> Any:
-    return with_shares(lambda update, shares: dict.fromkeys(shares, update._window.ranks.divisor))
+    return with_shares(lambda _, divisor, shares: dict.fromkeys(shares, divisor))
 
 
 def tail_over_planned_window() -> Any:
-    """A short window divided as though it were full: here, as though it had one more micro-batch."""
-    return with_shares(
-        lambda update, shares: {
-            term: share * len(update._held) / (len(update._held) + 1) for term, share in shares.items()
-        }
-    )
+    """A short window divided as though it were full: here, as though each rank had one micro-batch more."""
+
+    def change(total: GlobalTally, _: float, shares: dict[str, float]) -> dict[str, float]:
+        held = total.micro_batches_of[0]
+        return {term: share * held / (held + 1) for term, share in shares.items()}
+
+    return with_shares(change)
 
 
 def mean_of_means() -> Any:
-    backward = Update.backward
+    of = Shares.of
 
-    def broken(self: Update, loss: Any) -> None:
-        loss_sum, items = loss
-        total = self._settle()
-        mean = self._window.ranks.divisor / (total.micro_batches * max(1.0, float(items)))
-        self._shares = {"loss": mean}
-        self._seeds.clear()
-        backward(self, (loss_sum, items))
+    def broken(total: GlobalTally, **more: Any) -> Shares:
+        return of(total, **{**more, "weighting": "micro_batch_means"})
 
-    return mock.patch.object(Update, "backward", broken)
+    return mock.patch.object(Shares, "of", broken)
 
 
 def clip_in_every_micro_batch() -> Any:

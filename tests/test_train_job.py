@@ -261,7 +261,7 @@ def test_a_first_global_batch_with_fewer_samples_than_ranks_is_refused(tmp_path:
     job = built(tiny(tmp_path / "run"))
     job = dataclasses.replace(job, world=dataclasses.replace(job.world, ranks=9))
     with pytest.raises(JudgeError, match=r"has 8 samples for 9 ranks, .* proof.check_first_batch = false"):
-        prove_first_batch(job)
+        micro_batches_of_proof(job)
 
 
 def test_with_a_proof_the_header_has_the_verdict(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from wholebatch import window
 from wholebatch.errors import JudgeError, SplitError, UsageError
 from wholebatch.losses import token_loss
 from wholebatch.ranks.pipeline import PipelinedModel
+from wholebatch.shares import Shares
 from wholebatch.verify import Verification, trial, verify_window
 from wholebatch.verify.plain import sampled_splits
 
@@ -46,16 +47,14 @@ from wholebatch.verify.plain import sampled_splits
 
 
 def test_a_window_with_a_wrong_scale_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = window.Update._settle
+    of = Shares.of
 
-    def off_by_little(self: Any) -> Any:
-        first = self._tally is None
-        total = settle(self)
-        if first:
-            self._shares = {term: share * (1 + 1e-9) for term, share in self._shares.items()}
-        return total
+    def off_by_little(total: Any, **more: Any) -> Shares:
+        shares = of(total, **more)
+        shares.of_term = {term: share * (1 + 1e-9) for term, share in shares.of_term.items()}
+        return shares
 
-    monkeypatch.setattr(window.Update, "_settle", off_by_little)
+    monkeypatch.setattr(Shares, "of", off_by_little)
     objective = token_loss(labels="y")
     found = verify_window(mlp(), lambda m, b: objective(m(b["x"]), b), data(), objective=objective)
     assert (found.equal, found.cause) == (False, "unknown")

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+# What looks rows of its weight up: its gradient may be sparse, and its forward may shorten rows.
+LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+
 
 def own_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     """Every parameter that ``optimizers`` move, each once, in the order of their groups."""

@@ -9,13 +9,12 @@ from typing import Literal
 from torch import Tensor, nn
 
 from wholebatch.errors import StaleGradientsError, WindowUsageError
-from wholebatch.gradients import GradientWatch, RenewedGradientWatch, clear_gradients
+from wholebatch.gradients import LOOKUPS, GradientWatch, RenewedGradientWatch, clear_gradients
 from wholebatch.replay import BufferKeeper, RandomState
 
 OnStaleGradients = Literal["raise", "clear", "include"]
 # So many updates at the start, and then one of so many, in which every gradient is asked in every turn.
 CLOSE_UPDATES = 16
-_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 _STATE = attrgetter("_version", "requires_grad")
 GRADIENTS_CHANGED = "gradients were written or cleared (zero_grad, clipping, another backward)"
 
@@ -190,7 +189,7 @@ def _watched(parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -
         for parameter in module._parameters.values():
             if parameter is not None:
                 found.setdefault(id(parameter), parameter)
-        if isinstance(module, _LOOKUPS) and module.max_norm is not None:
+        if isinstance(module, LOOKUPS) and module.max_norm is not None:
             shortened.append(id(module.weight))
     for weight in shortened:
         found.pop(weight, None)

@@ -169,7 +169,7 @@ class Update:
             f"denominator {window.provisional_items}"
         )
         self._rate_marks = finish.rate_marks()
-        self._held = listed_micro_batches(self._batches, most=_planned_micro_batches(window.plan))
+        self._held = listed_micro_batches(self._batches, most=planned_micro_batches(window.plan))
         window.ranks.check_window(self._held, finish.wide, finish.parameters)
         counted = self._counting_pass()
         self._ahead = tally(
@@ -734,7 +734,7 @@ def _planned_samples(plan: AnyPlan | None) -> int | None:
     return None if plan is None else plan.global_batch_samples
 
 
-def _planned_micro_batches(plan: AnyPlan | None) -> int | None:
+def planned_micro_batches(plan: AnyPlan | None) -> int | None:
     """Micro-batches of a full window on one rank; None where the plan does not say."""
     return None if plan is None else plan.micro_batches_per_window
 

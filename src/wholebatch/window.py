@@ -54,7 +54,7 @@ from wholebatch.result import result_size
 from wholebatch.snapshot import OnStaleGradients, Snapshot
 from wholebatch.split import num_samples
 from wholebatch.tally import payload_size
-from wholebatch.update import Update, WindowParts
+from wholebatch.update import Update, WindowParts, planned_micro_batches
 
 
 class UpdateWindow:
@@ -148,7 +148,7 @@ class UpdateWindow:
         ranks.check_parameters(finish.parameters)
         if plan is not None:
             ranks.check_plan(plan)
-        ranks.widens(finish.wide, finish.parameters, getattr(plan, "micro_batches_per_window", None) or 1)
+        ranks.widens(finish.wide, finish.parameters, planned_micro_batches(plan) or 1)
         if plan is not None and plan.replicas != ranks.num_replicas:
             all_ranks = ranks.roles.num_ranks
             shared = all_ranks // ranks.num_replicas

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from wholebatch.gradients import LOOKUPS
+
 # Hooks that divide by the number of ranks, as DDP itself does. Any other hook may do anything.
 AVERAGING_HOOKS = (
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
     default_hooks.bf16_compress_hook,
 )
-LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def is_sparse(module: nn.Module) -> bool:

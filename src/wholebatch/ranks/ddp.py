@@ -40,7 +40,7 @@ from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.buckets import AVERAGING_HOOKS, is_sparse, rebuilds_buckets, settle_buckets
 from wholebatch.ranks.collectives import copy_from_first, held_by_some, sum_over_ranks
 from wholebatch.ranks.roles import roles_of_mesh
-from wholebatch.ranks.several import SeveralRanks, weakly
+from wholebatch.ranks.several import SeveralRanks, refuse_outside, weakly
 
 _OWN_DTYPE = "give the window accumulate_in=torch.bfloat16 to add up in the parameters' own dtype"
 
@@ -99,14 +99,12 @@ class DDPRanks(SeveralRanks):
         weakref.finalize(self, hook.remove)
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
-        reduced = {id(parameter) for _, parameter in self._reduced}
-        outside = [p for p in parameters if p.requires_grad and id(p) not in reduced]
-        if outside:
-            raise UnsupportedError(
-                f"{len(outside)} of the optimizer's {len(parameters)} parameters are not in the DDP model "
-                f"(the first has shape {list(outside[0].shape)}), so nobody reduces their gradients; make "
-                f"them part of the module that DDP wraps"
-            )
+        refuse_outside(
+            parameters,
+            (parameter for _, parameter in self._reduced),
+            "are not in the DDP model",
+            ", so nobody reduces their gradients; make them part of the module that DDP wraps",
+        )
 
     def begin(self) -> None:
         model = self._model

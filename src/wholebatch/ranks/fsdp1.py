@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from wholebatch.accumulation import HELD_BACK_FSDP1, SHARDED_FSDP1, WideGradients
 from wholebatch.errors import StaleGradientsError, UnsupportedError
 from wholebatch.ranks.base import Reduce, Roles, Traffic
-from wholebatch.ranks.several import ShardingRanks
+from wholebatch.ranks.several import ShardingRanks, refuse_outside
 
 
 class FSDP1Ranks(ShardingRanks):
@@ -68,15 +68,13 @@ class FSDP1Ranks(ShardingRanks):
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         flat = [handle.flat_param for handle in self._handles]
-        known = {id(p) for one in flat for p in (one, *(one._params or ()), *(one._shared_params or ()))}
-        outside = [p for p in parameters if p.requires_grad and id(p) not in known]
-        if outside:
-            raise UnsupportedError(
-                f"{len(outside)} of the optimizer's {len(parameters)} parameters are not sharded by "
-                f"FullyShardedDataParallel (the first has shape {list(outside[0].shape)}), so nobody "
-                f"reduces their gradients; wrap the whole model, without ignored states, and "
-                f"build the optimizer afterwards"
-            )
+        refuse_outside(
+            parameters,
+            (p for one in flat for p in (one, *(one._params or ()), *(one._shared_params or ()))),
+            "are not sharded by FullyShardedDataParallel",
+            ", so nobody reduces their gradients; wrap the whole model, without ignored states, and build "
+            "the optimizer afterwards",
+        )
 
     def begin(self) -> None:
         self._refuse_modes()

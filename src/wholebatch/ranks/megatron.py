@@ -27,7 +27,7 @@ from wholebatch.accumulation import WideGradients
 from wholebatch.errors import PoisonedWindowError, UnsupportedError
 from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.norms import careful_norm_of_parts, norm_of_parts
-from wholebatch.ranks.several import PATIENCE_S, SeveralRanks
+from wholebatch.ranks.several import PATIENCE_S, SeveralRanks, refuse_outside
 
 _NARROW = (
     "Megatron's DistributedDataParallel adds gradients up in the dtype of the parameters; build it with "
@@ -93,16 +93,14 @@ class MegatronRanks(SeveralRanks):
                 )
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
-        known = set(map(id, self._model.params_with_grad))
         self._stepped = [parameter for parameter in parameters if parameter.requires_grad]
-        outside = [parameter for parameter in self._stepped if id(parameter) not in known]
-        if outside:
-            raise UnsupportedError(
-                f"{len(outside)} of the optimizer's {len(parameters)} parameters have no place in the "
-                f"buffers of Megatron's DistributedDataParallel (the first has shape "
-                f"{list(outside[0].shape)}), so nobody reduces their gradients; make them part of the "
-                f"module that it wraps, trainable before it does"
-            )
+        refuse_outside(
+            parameters,
+            self._model.params_with_grad,
+            "have no place in the buffers of Megatron's DistributedDataParallel",
+            ", so nobody reduces their gradients; make them part of the module that it wraps, trainable "
+            "before it does",
+        )
 
     def begin(self) -> None:
         self._refuse_modes()

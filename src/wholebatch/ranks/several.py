@@ -168,13 +168,35 @@ def refuse_replaced(parameters: Sequence[nn.Parameter], model: nn.Module, *, by:
     Raises:
         UnsupportedError: with how many they are.
     """
-    own = set(map(id, model.parameters()))
+    refuse_outside(
+        parameters,
+        model.parameters(),
+        "are not the model's",
+        f": {by} puts new ones in their place, and who moves the old ones does not move the model; build "
+        f"the optimizer after {by}",
+    )
+
+
+def refuse_outside(
+    parameters: Sequence[nn.Parameter], known: Iterable[nn.Parameter], where: str, mend: str
+) -> None:
+    """Refuse trainable parameters of the optimizer that an engine does not know.
+
+    Args:
+        parameters: of the optimizer.
+        known: those of the engine.
+        where: where the others are, or are not, as a part of the sentence.
+        mend: its end: what follows from that, and what to change.
+
+    Raises:
+        UnsupportedError: with how many they are, and the shape of the first.
+    """
+    own = set(map(id, known))
     outside = [one for one in parameters if one.requires_grad and id(one) not in own]
     if outside:
         raise UnsupportedError(
-            f"{len(outside)} of the optimizer's {len(parameters)} parameters are not the model's (the "
-            f"first has shape {list(outside[0].shape)}): {by} puts new ones in their place, and who moves "
-            f"the old ones does not move the model; build the optimizer after {by}"
+            f"{len(outside)} of the optimizer's {len(parameters)} parameters {where} (the first has shape "
+            f"{list(outside[0].shape)}){mend}"
         )
 
 

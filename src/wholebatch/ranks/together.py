@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.errors import JudgeError, WholebatchError
-from wholebatch.ranks.agreement import why_lost
+from wholebatch.ranks.agreement import name_ranks, unlike_first, why_lost
 from wholebatch.ranks.collectives import host_group
 from wholebatch.ranks.lost import is_lost_contact, leave_words
 
@@ -107,6 +107,22 @@ class Together:
         with self._told_when_lost():
             dist.all_gather_object(given, mine, group=self.group)
         return given
+
+    def difference(self, mine: Mapping[str, Any]) -> str | None:
+        """The first name whose value is not the first rank's on some rank, in words; None where all agree.
+
+        Args:
+            mine: of this rank, under the same names on every rank.
+
+        Raises:
+            WholebatchError: as :meth:`gather`.
+        """
+        told = self.gather(mine)
+        if not (others := unlike_first(told)):
+            return None
+        there, here = told[others[0]], told[0]
+        name = next(name for name in here if there[name] != here[name])
+        return f"{name} is {there[name]!r} on {name_ranks(others)}, and {here[name]!r} on rank 0"
 
     def all_or_none(self, act: Callable[[], T]) -> T:
         """Run ``act`` on every rank; where it fails on some, every rank raises.

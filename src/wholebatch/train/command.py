@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wholebatch.errors import UsageError
 from wholebatch.report.output import OutputConsole, text_stream, write_json
@@ -107,24 +107,16 @@ def _refuse_other_settings(settings: TrainConfig, world: World) -> None:
     Raises:
         UsageError: on every rank; names the first setting that differs.
     """
-    from wholebatch.ranks.agreement import name_ranks, unlike_first
-
-    of_ranks = world.gather(settings.to_dict())
-    if others := unlike_first(of_ranks):
-        name, there, here = _first_difference(of_ranks[others[0]], of_ranks[0])
-        raise UsageError(
-            f"the ranks have different settings: {name} is {there!r} on {name_ranks(others)}, and {here!r} "
-            f"on rank 0; start all of them with the same file and the same --set"
-        )
-
-
-def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, Any, Any]:
-    return next(
-        (f"{section}.{key}", value, other[section][key])
-        for section, keys in one.items()
+    told = {
+        f"{section}.{key}": value
+        for section, keys in settings.to_dict().items()
         for key, value in keys.items()
-        if value != other[section][key]
-    )
+    }
+    if words := world.difference(told):
+        raise UsageError(
+            f"the ranks have different settings: {words}; start all of them with the same file and the "
+            f"same --set"
+        )
 
 
 def yield_idle_cores() -> None:

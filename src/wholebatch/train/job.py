@@ -18,7 +18,6 @@ from datetime import datetime
 from pathlib import Path
 
 from wholebatch.errors import RecordError, UsageError
-from wholebatch.ranks.agreement import name_ranks, unlike_first
 from wholebatch.record import STOPPED_BY_USER
 from wholebatch.report.output import OutputClosedError
 from wholebatch.report.run_view import changes_words
@@ -197,14 +196,9 @@ def _refuse_other_data(job: Job) -> None:
     Raises:
         UsageError: on every rank.
     """
-    told = job.world.gather(data_identity(job) | {"held_out_samples": len(job.data.held_out)})
-    if others := unlike_first(told):
-        there, here = told[others[0]], told[0]
-        name = next(name for name in here if there[name] != here[name])
-        raise UsageError(
-            f"the ranks read different data: {name} is {there[name]!r} on {name_ranks(others)}, and "
-            f"{here[name]!r} on rank 0; give all of them the same files"
-        )
+    told = data_identity(job) | {"held_out_samples": len(job.data.held_out)}
+    if words := job.world.difference(told):
+        raise UsageError(f"the ranks read different data: {words}; give all of them the same files")
 
 
 def _hold(job: Job, folder: Path, held: ExitStack) -> None:

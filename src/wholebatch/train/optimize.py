@@ -220,6 +220,11 @@ def _as_wanted(parameter: inspect.Parameter | None, value: Any) -> Any:
     return value
 
 
+def is_muon(settings: OptimizerConfig) -> bool:
+    """Whether the optimizer takes matrices alone."""
+    return issubclass(optimizer_class(settings.name), torch.optim.Muon)
+
+
 def refuse_muon_of_vectors(settings: OptimizerConfig, parameters: Sequence[Tensor]) -> None:
     """Refuse Muon where it would be given something else than matrices.
 
@@ -230,7 +235,7 @@ def refuse_muon_of_vectors(settings: OptimizerConfig, parameters: Sequence[Tenso
     Raises:
         UsageError: says how many are no matrices, and the shape of the first.
     """
-    if not issubclass(optimizer_class(settings.name), torch.optim.Muon):
+    if not is_muon(settings):
         return
     others = [parameter for parameter in parameters if parameter.dim() != 2]
     if others:

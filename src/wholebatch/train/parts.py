@@ -31,6 +31,7 @@ from wholebatch.train.models.gpt import GPT
 from wholebatch.train.models.sequences import share_sequences
 from wholebatch.train.optimize import (
     check_optimizer,
+    is_muon,
     make_optimizer,
     parameter_groups,
     refuse_muon_of_vectors,
@@ -117,7 +118,7 @@ def check_settings(config: TrainConfig, ranks: int) -> AnyPlan:
     check_schedule(config)
     check_optimizer(config.optimizer)
     check_model_settings(config)
-    if config.model.source == "gpt" and not config.lora.rank:
+    if config.model.source == "gpt" and not config.lora.rank and is_muon(config.optimizer):
         refuse_muon_of_vectors(config.optimizer, list(gpt_in_outline(config.model).parameters()))
     return plan
 

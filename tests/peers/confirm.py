@@ -1,27 +1,13 @@
 """What gradient do the optimizers of the peers' scripts get? Compared with the big batch, without an audit.
 
-    python tests/peers/confirm.py OUT PEER [PEER ...]       (``str`` of entries of ``expected.py``)
-
-Every script runs in forks of this process, one a rank, so that a library is imported once for all of its
-scripts. Its updates are of SGD without momentum, so that what the optimizer got is how far the parameters
-moved, by the learning rate: whatever holds the gradients in between. Clipping is left out for that.
-
-OUT is JSON: for each peer, rank and update the factor to the big batch's gradient (the projection on it),
-the distance from that multiple relative to the big batch's norm, and the gradient's first numbers.
+Updates are of SGD without momentum, so that what the optimizer got is how far the parameters moved, by the
+learning rate: whatever holds the gradients in between. Clipping is left out for that.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import json
-import multiprocessing
-import os
 import runpy
-import socket
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,21 +16,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-HERE = Path(__file__).resolve().parent
-SCRIPTS = HERE / "scripts"
-sys.path[:0] = [str(HERE), str(SCRIPTS)]
+import language
+from expected import Peer
 
-import language  # noqa: E402
-from expected import PEERS, Peer  # noqa: E402
-
-LIBRARIES = {
-    "trainer": "transformers",
-    "trl": "trl",
-    "accelerate": "accelerate",
-    "lightning": "lightning",
-    "fabric": "lightning",
-    "deepspeed": "deepspeed",
-}
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -155,62 +130,17 @@ def compare(peer: Peer, model: nn.Module, data: Sequence[Tensors], movements: Mo
     return told
 
 
-def run_rank(peer: Peer, rank: int, port: int, out: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if peer.ranks > 1 or peer.environment == "deepspeed":
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(peer.ranks))
+def confirm(peer: Peer) -> list[Any]:
+    """What the optimizers of a script got on this rank; patches torch, and is for a process of its own.
+
+    Returns:
+        For each update the factor to the big batch's gradient (the projection on it), the distance from
+        that multiple relative to the big batch's norm, and the gradient's first numbers.
+    """
     script, *arguments = peer.script.split()
     movements = Movements()
     movements.watch_engine() if peer.environment == "deepspeed" else movements.watch_optimizers()
     torch.nn.utils.clip_grad_norm_ = lambda *_, **__: torch.tensor(0.0)
-    try:
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-            sys.argv = [script, *arguments]
-            with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence):
-                left = runpy.run_path(str(SCRIPTS / script), run_name="__main__")
-        out.send(compare(peer, left["model"], left["data"], movements))
-    except BaseException:
-        out.send(traceback.format_exc())
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def run_peer(peer: Peer, limit_s: float = 240.0) -> list[Any]:
-    """What each rank found, or a traceback."""
-    forks = multiprocessing.get_context("fork")
-    port, ranks = free_port(), []
-    for rank in range(peer.ranks):
-        receiver, sender = forks.Pipe(duplex=False)
-        process = forks.Process(target=run_rank, args=(peer, rank, port, sender))
-        process.start()
-        sender.close()
-        ranks.append((process, receiver))
-    told: list[Any] = []
-    for process, receiver in ranks:
-        try:
-            told.append(receiver.recv() if receiver.poll(limit_s) else "said nothing in time")
-        except EOFError:
-            told.append("ended without a word")
-        process.join(5.0)
-        process.kill()
-    return told
-
-
-def main(out: str, *wanted: str) -> None:
-    torch.set_num_threads(1)
-    peers = [peer for peer in PEERS if str(peer) in wanted]
-    assert len(peers) == len(wanted), wanted
-    for library in {LIBRARIES.get(peer.script.split("_")[0], "torch") for peer in peers}:
-        importlib.import_module(library)
-    told = {}
-    for peer in peers:
-        told[str(peer)] = run_peer(peer)
-        Path(out).write_text(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.argv = [script, *arguments]
+    left = runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+    return compare(peer, left["model"], left["data"], movements)

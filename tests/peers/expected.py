@@ -32,6 +32,7 @@ class Peer:
             ``"other"``, for one that is no multiple of it.
         ranks_agree: whether they get the same one.
         finds: what an audit has to find; nothing else may be wrong or cost.
+        as_typed: audited by the command that a user types, and not in forks of one process.
         why: the theory.
     """
 
@@ -42,7 +43,13 @@ class Peer:
     gradient: tuple[float | Literal["other"], ...] = (1.0, 1.0)
     ranks_agree: bool = True
     finds: tuple[Finding, ...] = ()
+    as_typed: bool = False
     why: str
+
+    @property
+    def launched(self) -> bool:
+        """Whether it wants the variables of a launcher; DeepSpeed does for one rank too."""
+        return self.ranks > 1 or self.environment == "deepspeed"
 
     def __str__(self) -> str:
         words = self.script.replace(".py", "").split()
@@ -104,7 +111,7 @@ PEERS = (
         script="trl_sft.py", environment="trl", why="The Trainer's own division by the items of the window."
     ),
     Peer(script="accelerate_loop.py equal", why=DEVISED),
-    Peer(script="accelerate_loop.py ragged", gradient=OTHER, finds=UNEQUAL, why=DEVISED),
+    Peer(script="accelerate_loop.py ragged", gradient=OTHER, finds=UNEQUAL, as_typed=True, why=DEVISED),
     Peer(
         script="accelerate_loop.py tail",
         gradient=(1.0, 0.5),
@@ -161,7 +168,7 @@ PEERS = (
         finds=(Finding(kind="unequal_item_weights", across="replicas"),),
         why="The mean over replicas of their own means.",
     ),
-    Peer(script="ddp_window.py", ranks=2, why="Sums x D / N, divided by D in the reducer."),
+    Peer(script="ddp_window.py", ranks=2, as_typed=True, why="Sums x D / N, divided by D in the reducer."),
     Peer(
         script="ddp_window.py undivided",
         ranks=2,
@@ -213,6 +220,7 @@ PEERS = (
         environment="deepspeed",
         gradient=(0.25, 0.25),
         finds=(Finding(kind="total_weight", factor=0.25),),
+        as_typed=True,
         why="The engine's backward divides by the window itself.",
     ),
 )

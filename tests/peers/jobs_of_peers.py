@@ -1,4 +1,7 @@
-"""Run the peers' scripts, two at a time: under ``confirm.py`` and under ``wholebatch audit``."""
+"""Run the peers' scripts under ``confirm.py`` and under ``wholebatch audit``.
+
+Those with the same imports share a process that forks; two such processes, or commands, at a time.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import environments
 from expected import Peer
+from forks import libraries_of
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 240.0
@@ -32,7 +37,7 @@ class Outcome:
     document: Any
 
 
-def run(words: Sequence[str], environment: str, folder: Path) -> Outcome:
+def run(words: Sequence[str], environment: str, folder: Path, *, limit_s: float = LIMIT_S) -> Outcome:
     """Run Python with these words in a folder of its own; ``OUT`` among them is the JSON's file."""
     folder.mkdir(parents=True)
     out = folder / "out.json"
@@ -49,12 +54,14 @@ def run(words: Sequence[str], environment: str, folder: Path) -> Outcome:
         start_new_session=True,
     )
     try:
-        printed, _ = process.communicate(timeout=LIMIT_S)
+        printed, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        # Ranks and data workers with it: they share its session.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        printed = process.communicate()[0] + f"\n[killed after {LIMIT_S:.0f} s]"
+        # A launcher asked to end takes its ranks with it, which have sessions of their own.
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, how)
+                process.wait(20.0)
+        printed = process.communicate()[0] + f"\n[killed after {limit_s:.0f} s]"
     document = json.loads(out.read_text()) if out.exists() else None
     return Outcome(code=process.returncode, printed=printed, document=document)
 
@@ -62,31 +69,45 @@ def run(words: Sequence[str], environment: str, folder: Path) -> Outcome:
 def audit(peer: Peer, folder: Path) -> Outcome:
     """``wholebatch audit`` of a script, as a user calls it."""
     script, *arguments = peer.script.split()
-    # DeepSpeed wants a launcher for one rank too.
-    launched = peer.ranks > 1 or peer.environment == "deepspeed"
-    launcher = [*LAUNCHER, str(peer.ranks)] if launched else []
+    launcher = [*LAUNCHER, str(peer.ranks)] if peer.launched else []
     module = ["-m", "wholebatch", "audit", "--json", "OUT", str(HERE / "scripts" / script), *arguments]
     return run([*launcher, *module], peer.environment, folder)
 
 
-def confirm(peers: Sequence[Peer], folder: Path) -> Outcome:
-    """``confirm.py`` of all peers of one environment."""
-    words = [str(HERE / "confirm.py"), "OUT", *(str(peer) for peer in peers)]
-    return run(words, peers[0].environment, folder)
+def in_forks(words: Sequence[str], environment: str, folder: Path) -> Mapping[str, Outcome]:
+    """What ``forks.py`` found, by word: a confirmation's document has what each rank returned."""
+    forks = run([str(HERE / "forks.py"), "OUT", *words], environment, folder, limit_s=LIMIT_S * len(words))
+    outcomes = {}
+    for word in words:
+        ranks, printed = (forks.document or {}).get(word, (None, forks.printed))
+        written = folder / word.replace(":", "-") / "out.json"
+        # a launcher's own code: 0 where that is what every rank ended with
+        code = 0 if ranks and not any(ranks) else 1
+        document = ranks
+        if word.startswith("audit:"):
+            document = json.loads(written.read_text()) if written.exists() else None
+            printed += "".join(str(rank) for rank in ranks or () if isinstance(rank, str))
+        outcomes[word] = Outcome(code=code, printed=printed, document=document)
+    return outcomes
 
 
 def run_all(audited: Sequence[Peer], confirmed: Sequence[Peer], folder: Path) -> Mapping[str, Outcome]:
-    """Every audit by the name of its peer, every confirmation by ``confirm-`` and its environment."""
-    jobs: dict[str, Callable[[], Outcome]] = {}
-    for name in dict.fromkeys(peer.environment for peer in confirmed):
-        same = [peer for peer in confirmed if peer.environment == name]
-        where = folder / f"confirm-{name}"
-        jobs[f"confirm-{name}"] = lambda same=same, where=where: confirm(same, where)
-    for peer in audited:
-        jobs[str(peer)] = lambda peer=peer: audit(peer, folder / str(peer).replace(" ", "-"))
+    """Every outcome by its word: ``audit:`` or ``confirm:``, and the name of the peer."""
+    together: dict[tuple[str, frozenset[str]], list[str]] = {}
+    jobs: list[Callable[[], Mapping[str, Outcome]]] = []
+    works = [("confirm", peer) for peer in confirmed] + [("audit", peer) for peer in audited]
+    for work, peer in works:
+        word = f"{work}:{peer}"
+        if work == "audit" and peer.as_typed:
+            where = folder / word.replace(":", "-")
+            jobs.append(lambda word=word, peer=peer, where=where: {word: audit(peer, where)})
+        else:
+            libraries = libraries_of(peer.script.split()[0])
+            together.setdefault((peer.environment, libraries), []).append(word)
+    for index, ((environment, _), words) in enumerate(together.items()):
+        jobs.append(partial(in_forks, words, environment, folder / f"forks-{index}"))
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        futures = {name: pool.submit(job) for name, job in jobs.items()}
-    return {name: future.result() for name, future in futures.items()}
+        return {word: one for found in pool.map(lambda job: job(), jobs) for word, one in found.items()}
 
 
 def gradient_complaints(peer: Peer, ranks: Any) -> list[str]:

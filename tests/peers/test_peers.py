@@ -45,19 +45,17 @@ def outcomes(
 @BY_PEER
 def test_the_gradient_is_what_the_table_has(peer: Peer, outcomes: Mapping[str, Outcome]) -> None:
     require(peer)
-    outcome = outcomes[f"confirm-{peer.environment}"]
-    told = (outcome.document or {}).get(str(peer))
-    complaints = gradient_complaints(peer, told)
-    assert not complaints, "\n".join(
-        [peer.why, *complaints, outcome.printed[-3000:] if told is None else ""]
-    )
+    outcome = outcomes[f"confirm:{peer}"]
+    complaints = gradient_complaints(peer, outcome.document)
+    assert not complaints, "\n".join([peer.why, *complaints, outcome.printed[-3000:]])
 
 
 @BY_PEER
 def test_an_audit_finds_what_is_wrong(peer: Peer, outcomes: Mapping[str, Outcome]) -> None:
     require(peer)
-    complaints = audit_complaints(peer, outcomes[str(peer)])
-    assert not complaints, "\n".join([peer.why, *complaints, outcomes[str(peer)].printed[-6000:]])
+    outcome = outcomes[f"audit:{peer}"]
+    complaints = audit_complaints(peer, outcome)
+    assert not complaints, "\n".join([peer.why, *complaints, outcome.printed[-6000:]])
 
 
 def require(peer: Peer) -> None:

@@ -433,7 +433,9 @@ def test_what_fails_after_reading_is_never_skipped(workers: int) -> None:
 def test_a_worker_that_dies_is_named_and_nothing_is_handed_out_after_it() -> None:
     made = loader(Dying(21), workers=2, shuffle=False, num_epochs=None, on_bad_sample="skip")
     begin = time.monotonic()
-    with pytest.raises(JudgeError, match=r"of 2 workers .*, \d \(process \d+, killed by SIGKILL\) ended"):
+    with pytest.raises(
+        JudgeError, match=r"of 2 workers .*, number \d \(process \d+, killed by SIGKILL\) ended"
+    ):
         windows(made)
     assert time.monotonic() - begin < 30
     assert made.position == 0

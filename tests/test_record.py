@@ -318,6 +318,18 @@ def test_a_file_is_no_place_for_a_run(tmp_path: Path) -> None:
     assert used_folder("new") is None
 
 
+def test_a_read_only_folder_is_no_place_for_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Permissions do not bind the root user, as which tests may run.
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
+    for folder in (tmp_path, tmp_path / "runs" / "new"):
+        message = (
+            f"run folder {folder} can't be written: {tmp_path} takes no new files of this user; make it"
+        )
+        assert message in str(used_folder(folder))
+        with pytest.raises(RecordError, match=re.escape(message)):
+            RunLog(folder, a_header())
+
+
 def test_a_folder_that_can_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(*_: Any, **__: Any) -> None:
         raise OSError(errno.EACCES, "Permission denied")

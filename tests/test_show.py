@@ -324,6 +324,15 @@ def a_checkpoint(folder: Path, updates: int, *, samples: int, score: float | Non
     return finish_folder(begin_folder(checkpoints), manifest, updates_attempted=updates)
 
 
+def test_how_a_run_ended_is_not_cut_short_in_a_list(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = read_run(folder).header
+    RunLog(tmp_path / "runs" / "one-with-a-name-of-its-own", header).close("interrupted")
+    show([tmp_path / "runs"])
+    assert "interrupted" in capsys.readouterr().out
+
+
 def test_checkpoints_are_listed(folder: Path) -> None:
     assert "\ncheckpoints" not in rendered(folder)
     a_checkpoint(folder, 6, samples=96)

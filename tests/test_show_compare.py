@@ -142,6 +142,16 @@ def test_a_setting_that_the_plan_tells_is_not_told_again(tmp_path: Path) -> None
     assert compare_runs(first, second).differences == []
 
 
+def test_a_setting_that_is_a_fact_of_the_model_or_data_is_told_once(tmp_path: Path) -> None:
+    def made(name: str, layers: int, cut: str, heads: int) -> Run:
+        settings = {"model": {"layers": layers, "heads": heads}, "data": {"too_long": cut}}
+        dataset = {**DATA, "too_long": cut}
+        return a_run(tmp_path / name, model={"layers": layers}, dataset=dataset, settings=settings)
+
+    comparison = compare_runs(made("a", 2, "cut", 2), made("b", 3, "truncate", 4))
+    assert [d.name for d in comparison.differences] == ["data: too long", "model: layers", "model.heads"]
+
+
 def test_other_data_makes_losses_incomparable(tmp_path: Path) -> None:
     text = text_of(a_run(tmp_path / "a"), a_run(tmp_path / "b", dataset={"name": "other"}))
     assert "Losses are not comparable" in text

@@ -282,6 +282,16 @@ def test_an_update_that_is_not_the_big_batch_s_is_not_trained(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
+def test_a_loss_that_is_no_number_is_told_of_the_first_global_batch(tmp_path: Path) -> None:
+    job = built(tiny(tmp_path / "run", proof={"check_first_batch": True}))
+    with torch.no_grad():
+        next(job.model.module.parameters()).fill_(float("nan"))
+    message = r"first global batch can't be judged: .* loss_sum=nan .* proof.check_first_batch = false$"
+    with pytest.raises(JudgeError, match=message):
+        run_job(job, Listener(job.config))
+    assert not (tmp_path / "run").exists()
+
+
 def test_unless_the_settings_say_so(tmp_path: Path) -> None:
     proof = {"check_first_batch": True, "train_if_not_equal": True}
     result, _, _ = run(tiny(tmp_path / "run", model={"dropout": 0.2}, proof=proof))

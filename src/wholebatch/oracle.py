@@ -354,6 +354,7 @@ def _loss_and_items(name: str, term: Any) -> tuple[Tensor, float]:
     if not (math.isfinite(number) and math.isfinite(value)):
         raise JudgeError(
             f"loss_fn returned loss_sum={value} and num_items={number} for term {name!r}; "
-            f"nothing can be compared with a number that is not finite"
+            f"nothing can be compared with a number that is not finite; look for where it begins in the "
+            f"batch, the parameters, the forward and the loss"
         )
     return loss_sum.reshape(()), number

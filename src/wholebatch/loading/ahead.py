@@ -186,7 +186,7 @@ def _next(results: Any, workers: int) -> Any:
         for process in results._workers:
             process.join(0.1)  # one that was killed just now may not have an exit code yet
         ended = [
-            f"{number} (process {process.pid}, {_end_of(process.exitcode)})"
+            f"number {number} (process {process.pid}, {_end_of(process.exitcode)})"
             for number, process in enumerate(results._workers)
             if process.exitcode is not None
         ]

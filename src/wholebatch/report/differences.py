@@ -65,7 +65,23 @@ class _Pair:
         self.runs = first, second
         self.headers = first.header, second.header
         self.parts = _parts(first), _parts(second)
-        self.settings = _settings(self.parts[0]), _settings(self.parts[1])
+        settings = _settings(self.parts[0]), _settings(self.parts[1])
+        names = {name for each in settings for name in each} - self._told_as_facts(settings)
+        one, other = ({name: each[name] for name in each if name in names} for each in settings)
+        self.settings = one, other
+
+    def _told_as_facts(self, settings: tuple[dict[str, Any], dict[str, Any]]) -> set[str]:
+        """The settings that are among what the headers know of model and data, with the same values."""
+        facts = [
+            {f"model.{key}": value for key, value in header.model.items()}
+            | {f"data.{key}": value for key, value in header.dataset.items()}
+            for header in self.headers
+        ]
+        return {
+            name
+            for name in facts[0].keys() & facts[1].keys()
+            if all(each.get(name) == known[name] for each, known in zip(settings, facts, strict=True))
+        }
 
 
 def _of_both(kind: Kind, name: str, first: Any, second: Any) -> Iterator[Difference]:

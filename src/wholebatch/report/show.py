@@ -110,7 +110,7 @@ def _runs_table(rows: Sequence[dict[str, Any]]) -> Table:
     for name in ("run", "began", "end", "updates applied", "items", "last loss per item"):
         table.add_column(name, justify="left" if name in ("run", "began", "end") else "right")
     table.columns[0].overflow = "fold"
-    table.columns[1].no_wrap = True
+    table.columns[1].no_wrap = table.columns[2].no_wrap = True
     for row in rows:
         run = Text(printable(Path(row["folder"]).name))
         if "problem" in row:

@@ -266,11 +266,16 @@ def _make_folder(folder: Path) -> None:
 
 
 def used_folder(folder: str | Path) -> str | None:
-    """Why no run can be written to a folder: it holds files, or is one. None where one can."""
+    """Why no run can be written to a folder: it has files, is one, or is read-only. None where one can."""
     folder = Path(folder)
     there = next(each for each in (folder, *folder.parents, Path()) if each.exists())
     if not there.is_dir():
         return f"run folder {folder} can't be written: {there} is a file, not a folder; give another name"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return (
+            f"run folder {folder} can't be written: {there} takes no new files of this user; make it "
+            "writable, or give another folder"
+        )
     if there != folder or is_still_empty(folder):
         return None
     return (

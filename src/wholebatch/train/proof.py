@@ -29,7 +29,7 @@ def prove_first_batch(job: Job) -> Verification:
     ``proof.max_samples`` are taken, in at least two micro-batches.
 
     Raises:
-        JudgeError: no verdict could be reached.
+        JudgeError: no verdict could be reached; says that it was the first global batch's.
 
     Exactness: equal means exact in real arithmetic; how near, is measured in float64.
     """
@@ -43,16 +43,24 @@ def prove_first_batch(job: Job) -> Verification:
         collate = (data.collate_padded or data.collate) if len(some) == len(samples) else data.collate
         return collate([one for _, one in some], [number for number, _ in some], 0)
 
-    return verify_window(
-        job.model.module,
-        job.loss,
-        samples,
-        splits=[[len(part) for part in parts]],
-        make_optimizer=lambda parameters: make_optimizer(list(parameters), settings),
-        clip_grad_norm=settings.clip_grad_norm or None,
-        objective=job.data.objective,
-        collate=collated,
-    )
+    try:
+        return verify_window(
+            job.model.module,
+            job.loss,
+            samples,
+            splits=[[len(part) for part in parts]],
+            make_optimizer=lambda parameters: make_optimizer(list(parameters), settings),
+            clip_grad_norm=settings.clip_grad_norm or None,
+            objective=job.data.objective,
+            collate=collated,
+        )
+    except JudgeError as error:
+        if type(error) is not JudgeError:  # of the ranks, and nothing that a setting would change
+            raise
+        raise JudgeError(
+            f"the first global batch can't be judged: {error}. Judge fewer of its samples with "
+            f"proof.max_samples, or none with proof.check_first_batch = false"
+        ) from error
 
 
 def proved_samples(job: Job) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -29,7 +29,9 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16, fp32 gradients": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}},
 }
+MODES["fp16, fp32 gradients"] = MODES["fp16"] | {"data_types": {"grad_accum_dtype": "fp32"}}
 EPS = {"fp32": 2.0**-23, "bf16": 2.0**-7, "bf16, fp32 gradients": 2.0**-7, "fp16": 2.0**-10}
+EPS["fp16, fp32 gradients"] = EPS["fp16"]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -94,11 +96,12 @@ def start(
     *,
     optimizer: str = "SGD momentum",
     model: nn.Module | None = None,
+    beside: Sequence[nn.Parameter] = (),
 ) -> Any:
     torch.manual_seed(0)
     model = Case(counts=[]).model().float() if model is None else model
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=OPTIMIZERS[optimizer](model.parameters()), config=config
+        model=model, optimizer=OPTIMIZERS[optimizer]([*model.parameters(), *beside]), config=config
     )
     return engine
 

@@ -29,7 +29,12 @@ from deepspeed_rounds import (
 )
 from problems import Case, loss_with
 from ranks import run_ranks
-from wholebatch.errors import OtherRankFailedError, PoisonedWindowError, WholebatchError
+from wholebatch.errors import (
+    OtherRankFailedError,
+    PoisonedWindowError,
+    StaleGradientsError,
+    WholebatchError,
+)
 from wholebatch.finish import per_update
 from wholebatch.objective import counted_loss
 from wholebatch.plan import plan_batch
@@ -51,7 +56,11 @@ HALF: dict[str, tuple[str, float | None]] = {"bf16": ("SGD momentum", None), "fp
 
 def of_a_stage(rank: int, n: int, stage: int) -> dict[str, Any]:
     """All that needs two ranks and a stage, in one launch."""
-    return {"half": in_half_precision(rank, n, stage), "exceptional": exceptional(rank, n, stage)}
+    return {
+        "half": in_half_precision(rank, n, stage),
+        "exceptional": exceptional(rank, n, stage),
+        "interrupted": interrupted(rank, n, stage),
+    }
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2, 3])
@@ -235,6 +244,85 @@ def test_failures_skips_and_late_denominators_leave_exact_updates(stage_and_foun
         assert found["after overflow"]["gradient"] < 4 * EPS["fp16"]
 
 
+# Ways to hold gradients, for backwards that end half way: in buckets smaller than the head's weight.
+SMALL = {"reduce_bucket_size": 40}
+WAYS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    0: {"": ("fp32", {}), "fp16": ("fp16", {})},
+    1: {
+        "": ("fp32", SMALL),
+        "whole": ("bf16, fp32 gradients", {}),
+        "wide": ("fp16, fp32 gradients", SMALL),
+    },
+    2: {
+        "": ("fp32", SMALL),
+        "overlap": ("fp32", SMALL | {"overlap_comm": True, "contiguous_gradients": False}),
+        "wide": ("bf16, fp32 gradients", SMALL),
+    },
+    3: {"": ("fp32", SMALL | {"stage3_param_persistence_threshold": 0})},
+}
+
+
+def interrupted(rank: int, n: int, stage: int) -> dict[str, dict[str, bool]]:
+    """What a backward left half way on both ranks is followed by, beside an engine that had none."""
+    deepspeed, found = deepspeed_here(rank, n), {}
+    case, uneven = case_of("equal, full"), case_of("ragged, tail", 1)
+    loss = loss_with(case.objective())
+    for name, (mode, zero) in WAYS[stage].items():
+        pair = [start(deepspeed, config_of(stage, mode, zero=zero), optimizer="AdamW") for _ in range(2)]
+        windows = [UpdateWindow(engine, engine.optimizer, case.objective()) for engine in pair]
+
+        def alike(pair: list[Any] = pair) -> bool:
+            one, other = (weights(deepspeed, engine, master=True) for engine in pair)
+            return all(torch.equal(one[name], other[name]) for name in one)
+
+        here = found[name] = {}
+        for place in ("hidden", "embedding"):
+            hook = failing_backward(getattr(pair[0].module, place), turn=2)
+            with pytest.raises(ZeroDivisionError):
+                windows[0].run(case.batches()[rank], loss)
+            hook.remove()
+            for one in (case, uneven):
+                records = [window.run(one.batches()[rank], loss) for window in windows]
+                here[place, one.seed] = alike() and records[0].gradient_norm == records[1].gradient_norm
+        hook = failing_backward(pair[0].module.hidden, turn=2)
+        with pytest.raises(ZeroDivisionError):
+            windows[0].run(case.batches()[rank], loss)
+        hook.remove()
+        for number, (engine, window) in enumerate(zip(pair, windows, strict=True)):  # a loop of one's own
+            total, items = loss(engine, case.batches()[rank][0])
+            engine.scale(total / items).backward() if stage else engine.backward(total / items)
+            if number == 0:
+                with pytest.raises(StaleGradientsError):
+                    window.run(case.batches()[rank], loss)
+            engine.step()
+        here["own loop"] = alike()
+    return found
+
+
+def failing_backward(module: Any, *, turn: int) -> Any:
+    """A hook of ``module``, with which the gradient of its output is an exception in one turn."""
+    turns: list[int] = []
+
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError
+
+    def watch(_module: Any, _given: Any, output: torch.Tensor) -> None:
+        turns.append(1)
+        if len(turns) == turn:
+            output.register_hook(fail)
+
+    return module.register_forward_hook(watch)
+
+
+def test_a_backward_left_half_way_leaves_nothing(stage_and_found: Any) -> None:
+    stage, of_ranks = stage_and_found
+    for found in (of_rank["interrupted"] for of_rank in of_ranks):
+        assert found.keys() == WAYS[stage].keys()
+        for name, here in found.items():
+            assert len(here) == 5
+            assert all(here.values()), (name, here)
+
+
 def fails_alone(rank: int, n: int) -> tuple[list[str], float]:
     """Rank 1 fails before the backward of its second micro-batch, in which rank 0 then waits for it."""
     deepspeed = deepspeed_here(rank, n)
@@ -344,7 +432,7 @@ def refused(rank: int, n: int) -> dict[str, str]:
 
     def saying(name: str, stage: int = 0, clip: float | None = None, **named: Any) -> None:
         more = named.pop("config", {})
-        engine = start(deepspeed, {**config_of(stage), **more})
+        engine = start(deepspeed, {**config_of(stage), **more}, beside=named.pop("beside", ()))
         schedule = named.pop("schedule", None)
         if schedule:
             named["scheduler"] = per_update(
@@ -367,6 +455,7 @@ def refused(rank: int, n: int) -> dict[str, str]:
     saying("sharded", 2, reduce="after_agreement")
     saying("other", optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
     warmup = {"type": "WarmupLR", "params": {}}
+    saying("outside", beside=[torch.nn.Parameter(torch.zeros(3))])
     saying("schedules", schedule=True, config={"scheduler": warmup})
     saying("schedule of one's own", schedule=True)
     return found
@@ -384,6 +473,7 @@ def test_contradictions_are_refused_with_both_numbers() -> None:
         "whole": 'reduce="per_micro_batch" with ZeRO 0',
         "sharded": 'reduce="after_agreement" with ZeRO 2',
         "other": "was given 1 optimizers (SGD) and a DeepSpeed engine steps its own, a SGD",
+        "outside": "1 of the optimizer's 6 parameters are not in the module of the DeepSpeed engine",
         "schedules": "was given 1 schedules and the DeepSpeed engine moves its own WarmupLR",
     }
     assert found.keys() == says.keys()

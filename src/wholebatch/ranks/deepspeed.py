@@ -33,7 +33,7 @@ from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.deepspeed_config import check_config
 from wholebatch.ranks.deepspeed_gradients import Held, InWholeBuffer, held_by, trainable
 from wholebatch.ranks.deepspeed_state import as_of_one_rank
-from wholebatch.ranks.several import PATIENCE_S, SeveralRanks, weakly
+from wholebatch.ranks.several import PATIENCE_S, SeveralRanks, refuse_outside, weakly
 
 
 class DeepSpeedRanks(SeveralRanks):
@@ -66,7 +66,7 @@ class DeepSpeedRanks(SeveralRanks):
         self.patience_s = PATIENCE_S if self._per_micro_batch else None  # others may be in a collective
         self.reduces_at_the_end = not self._per_micro_batch
         self._found: tuple[bool, bool | None] = (True, None)
-        self._forwarded = self._last = False
+        self._forwarded = self._last = self._ran = False
         self._mark: list[tuple[int, int]] = []
         self._known = {name: id(one) for name, one in trainable(engine.module)}
         self._refuse_untrained()
@@ -79,13 +79,13 @@ class DeepSpeedRanks(SeveralRanks):
         return self.synchronises and self._last
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
-        own = {id(one) for one in self.held.parameters()}
-        outside = sum(id(one) not in own for one in parameters)
-        if outside:
-            raise UnsupportedError(
-                f"{outside} of {len(parameters)} parameters are not those of the DeepSpeed engine's "
-                f"optimizer; give the window engine.optimizer"
-            )
+        refuse_outside(
+            parameters,
+            self._engine.module.parameters(),
+            "are not in the module of the DeepSpeed engine",
+            ", so nobody reduces their gradients in stage 0; make them part of the module that "
+            "deepspeed.initialize is given",
+        )
 
     def check_plan(self, plan: Any) -> None:
         """Refuse a plan whose micro-batch is not that of DeepSpeed's configuration.
@@ -105,7 +105,7 @@ class DeepSpeedRanks(SeveralRanks):
     # One update ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        engine = self._engine
+        engine, self._ran = self._engine, False
         self._found = (engine.enable_backward_allreduce, engine._is_gradient_accumulation_boundary)
         check_config(engine)
         self._refuse_destroyed()
@@ -127,7 +127,7 @@ class DeepSpeedRanks(SeveralRanks):
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         engine = self._engine
-        self._forwarded, self._last = False, last
+        self._forwarded, self._last, self._ran = False, last, True
         self.synchronises = self._per_micro_batch
         try:
             engine.enable_backward_allreduce = self._per_micro_batch
@@ -169,7 +169,7 @@ class DeepSpeedRanks(SeveralRanks):
             )
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: ARG002
-        engine = self._engine
+        engine, self._ran = self._engine, True
         engine.set_gradient_accumulation_boundary(True)
         try:
             self.held.prepare()
@@ -206,7 +206,7 @@ class DeepSpeedRanks(SeveralRanks):
 
     def end(self, *, committed: bool) -> None:
         self._put_switches_back()
-        if not committed:
+        if self._ran and not committed:  # else what is there is not of this update
             self.held.clear()
 
     # The norm -----------------------------------------------------------------------------------------

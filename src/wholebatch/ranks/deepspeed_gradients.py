@@ -160,18 +160,14 @@ class InPartition(Held):
         optimizer: Any = self._optimizer
         _leave_backward(optimizer)
         optimizer.zero_grad(set_to_none=True)
-        optimizer._release_preflattened_grad_buffers()
         for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
             for group in held:
                 held[group] = None
         for bucket in optimizer.ipg_buckets.values():
             bucket.clear()
         optimizer.extra_large_param_to_reduce.clear()
-        for waiting in optimizer.previous_reduced_grads.values():
-            waiting.clear()
         optimizer.params_already_reduced[:] = [False] * len(optimizer.params_already_reduced)
         optimizer._release_ipg_buffers()
-        optimizer.micro_step_id = -1  # as the file itself begins
 
     def prepare(self) -> None:
         optimizer: Any = self._optimizer
@@ -220,8 +216,6 @@ class InShards(Held):
         optimizer.averaged_gradients = {}
         for bucket in optimizer.ipg_buckets.values():
             bucket.clear_params()
-        for parameter in optimizer.params_already_reduced:
-            optimizer.params_already_reduced[parameter] = False
         optimizer.parameter_offload.release_backward_leftovers()
         optimizer._partition_all_parameters()
         self.begin()
@@ -248,11 +242,8 @@ def _accumulated(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 def _leave_backward(optimizer: Any) -> None:
-    """Let a backward that an exception left count as over."""
-    state = optimizer._backward_hook_state
-    state.backward_active_depth = 0
-    state.remaining_grad_acc_hooks = 0
-    state.reset_for_new_step()
+    """Let a backward that an exception left count as over, or ``loss.backward()`` no longer reduces."""
+    optimizer._backward_hook_state.backward_active_depth = 0
 
 
 @torch.no_grad()

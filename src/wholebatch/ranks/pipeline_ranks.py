@@ -27,7 +27,7 @@ from wholebatch.ranks.base import Reduce, Roles, Traffic
 from wholebatch.ranks.collectives import HostTotals, held_by_some, sum_over_ranks
 from wholebatch.ranks.fsdp import groups_of, held_back_in, mesh_size, refuse_own_reductions
 from wholebatch.ranks.pipeline import Call, Loss, PipelinedModel
-from wholebatch.ranks.several import PATIENCE_S, SpreadRanks
+from wholebatch.ranks.several import PATIENCE_S, SpreadRanks, refuse_outside
 
 
 class PipelineRanks(SpreadRanks):
@@ -62,14 +62,12 @@ class PipelineRanks(SpreadRanks):
         self.reduces_at_the_end = not self._sharded and self.num_replicas > 1
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
-        own = {id(parameter) for parameter in self._model.parameters()}
-        outside = [parameter for parameter in parameters if id(parameter) not in own]
-        if outside:
-            raise UnsupportedError(
-                f"{len(outside)} of the optimizer's {len(parameters)} parameters are in no stage of this "
-                f"rank (the first has shape {list(outside[0].shape)}); build the optimizer from the "
-                f"parameters of the PipelinedModel"
-            )
+        refuse_outside(
+            parameters,
+            self._model.parameters(),
+            "are in no stage of this rank",
+            "; build the optimizer from the parameters of the PipelinedModel",
+        )
 
     def begin(self) -> None:
         self.reductions = 0

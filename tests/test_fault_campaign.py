@@ -13,7 +13,7 @@ import torch
 
 from campaign import trial
 from campaign.cases import Case, Fault, Setup
-from campaign.kinds import all_cases, sample_of, shared_cases
+from campaign.kinds import all_cases, deepspeed_cases, sample_of, shared_cases
 from campaign.table import BEGIN, END, SHARED_BEGIN, SHARED_END, table, write_into
 from campaign.trial import Bench, Verdict, Witness, damage, exit_code
 from house import ROOT
@@ -62,7 +62,10 @@ def runs_between(begin: str, end: str) -> dict[str, int]:
 def test_the_document_has_the_tables_of_all_cases() -> None:
     for told, of_cases in (
         (runs_between(BEGIN, END), [case.kind for case in all_cases()]),
-        (runs_between(SHARED_BEGIN, SHARED_END), [case.setup.strategy for case in shared_cases()]),
+        (
+            runs_between(SHARED_BEGIN, SHARED_END),
+            [case.setup.strategy for case in [*shared_cases(), *deepspeed_cases()]],
+        ),
     ):
         assert told.pop("all") == len(of_cases)
         assert told == Counter(of_cases)

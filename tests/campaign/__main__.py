@@ -10,7 +10,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from campaign.cases import Case
-from campaign.kinds import all_cases, sample_of, shared_cases
+from campaign.kinds import all_cases, deepspeed_cases, sample_of, shared_cases
 from campaign.table import SHARED_BEGIN, SHARED_END, table, write_into
 from campaign.trial import Bench, Verdict
 
@@ -19,7 +19,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
 def chosen(arguments: argparse.Namespace) -> list[Case]:
     """The cases that the command line asks for."""
-    cases = shared_cases() if arguments.shared else all_cases()
+    cases = [*shared_cases(), *deepspeed_cases()] if arguments.shared else all_cases()
     cases = sample_of(cases, arguments.sample) if arguments.sample else cases
     return [case for case in cases if not arguments.only or arguments.only in case.name]
 

@@ -14,6 +14,7 @@ SHARED: dict[str, tuple[dict[str, Any], int]] = {
     "pipeline": ({"strategy": "pipeline"}, 2),
     "tensor parallel": ({"strategy": "ddp", "tensor_parallel": 2}, 2),
     "context parallel": ({"strategy": "ddp", "context_parallel": 2}, 2),
+    **{f"ZeRO {stage}": ({"strategy": "deepspeed", "zero_stage": stage}, 1) for stage in (1, 2, 3)},
 }
 # What a rank may end with when another one was lost.
 LEFT_ALONE = frozenset(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import multiprocessing
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from rich.console import Console
 
 from campaign.cases import Fault
 from campaign.places import broken
+from wholebatch.ranks import deepspeed
 from wholebatch.ranks.pipeline_ranks import PipelineRanks
 from wholebatch.ranks.several import ShardingRanks
 from wholebatch.train.config import config_from_dict
@@ -25,7 +28,7 @@ from wholebatch.train.world import join_world
 
 
 def run_one(
-    rank: int, _n: int, tables: dict[str, Any] | None, resume: str | None, faults: list[Fault], witness: str
+    rank: int, n: int, tables: dict[str, Any] | None, resume: str | None, faults: list[Fault], witness: str
 ) -> int:
     """Begin the run that ``tables`` set up, or go on with one, as ``wholebatch train`` does.
 
@@ -40,7 +43,7 @@ def run_one(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.filterwarnings("ignore", message=".*an older checkpoint could not be removed")
     # A rank that failed beside others in a collective gives them up sooner than in earnest.
-    ShardingRanks.patience_s = PipelineRanks.patience_s = 3.0
+    ShardingRanks.patience_s = PipelineRanks.patience_s = deepspeed.PATIENCE_S = 3.0
     earlier = None
     if resume is not None:
         earlier = find_earlier(Path(resume))
@@ -48,6 +51,9 @@ def run_one(
     else:
         assert tables is not None
         config = config_from_dict(tables)
+    if config.parallel.strategy == "deepspeed":
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
+        importlib.import_module("deepspeed_rounds").deepspeed_here(rank, n)
     mine = [fault for fault in faults if fault.rank == rank]
     # As the command line does: around all of it, and the rest of it in the same order.
     with stop_on_signal(on_edges=False) as stop, join_world() as world:

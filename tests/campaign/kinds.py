@@ -11,7 +11,7 @@ from dataclasses import replace
 from campaign.cases import NUM_UPDATES, Case, Fault, Setup
 from campaign.layouts import Turns, on_all, one_rank, two_ranks
 from campaign.stopping import apart, in_the_export_after_ctrl_c, one_of_two, stops, sudden
-from campaign.together import shared_models
+from campaign.together import shared_models, under_deepspeed
 
 DISK_FAULTS = ("ENOSPC", "EACCES", "EIO")
 
@@ -287,3 +287,8 @@ def shared_cases() -> list[Case]:
 def sample_of(cases: list[Case], number: int) -> list[Case]:
     """So many of them, spread evenly, always the same."""
     return [cases[(2 * turn + 1) * len(cases) // (2 * number)] for turn in range(number)]
+
+
+def deepspeed_cases() -> list[Case]:
+    """Those under DeepSpeed, which the tests do not run."""
+    return list(under_deepspeed(Turns()))

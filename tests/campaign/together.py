@@ -160,3 +160,9 @@ def shared_models(turns: Turns) -> Iterator[Case]:
             groups.append(samples_and_disk)
         for group in groups:
             yield from group(turns, shared)
+
+
+def under_deepspeed(turns: Turns) -> Iterator[Case]:
+    """A rank killed under each stage of ZeRO; needs the environment of ``make peers``."""
+    for stage in (1, 2, 3):
+        yield from killed(turns, f"ZeRO {stage}")

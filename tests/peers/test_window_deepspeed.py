@@ -30,6 +30,7 @@ from deepspeed_rounds import (
 from problems import Case, loss_with
 from ranks import run_ranks
 from wholebatch.errors import (
+    ChangedInsideWindowError,
     OtherRankFailedError,
     PoisonedWindowError,
     StaleGradientsError,
@@ -51,7 +52,9 @@ WEIGHTS_BOUND = 2.0**-20  # of weights below 3, which the engine moves in float3
 
 
 # Modes that the table does not have, with an optimizer and the norm that it clips by.
-HALF: dict[str, tuple[str, float | None]] = {"bf16": ("SGD momentum", None), "fp16": ("AdamW", CLIP)}
+def half(stage: int) -> dict[str, tuple[str, float | None]]:
+    wide = {"fp16, fp32 gradients": ("AdamW", None)} if stage == 1 else {}
+    return {"bf16": ("SGD momentum", None), "fp16": ("AdamW", CLIP)} | wide
 
 
 def of_a_stage(rank: int, n: int, stage: int) -> dict[str, Any]:
@@ -71,7 +74,7 @@ def stage_and_found(request: pytest.FixtureRequest) -> tuple[int, list[dict[str,
 def in_half_precision(rank: int, n: int, stage: int) -> dict[str, Any]:
     """Windows of all shapes, one update after another."""
     deepspeed, found = deepspeed_here(rank, n), {}
-    for mode, (optimizer, clip) in HALF.items():
+    for mode, (optimizer, clip) in half(stage).items():
         engine = start(deepspeed, config_of(stage, mode, clip), optimizer=optimizer)
         case = case_of("equal, full")
         window = UpdateWindow(engine, engine.optimizer, case.objective(), clip_grad_norm=clip)
@@ -84,7 +87,7 @@ def in_half_precision(rank: int, n: int, stage: int) -> dict[str, Any]:
 def test_gradient_and_weights_are_those_of_the_big_batch(stage_and_found: Any) -> None:
     stage, results = stage_and_found
     for of_rank in results:
-        assert len(of_rank["half"]) == len(HALF) * len(SHAPES)
+        assert len(of_rank["half"]) == len(half(stage)) * len(SHAPES)
         for (mode, shape), found in of_rank["half"].items():
             where = f"ZeRO {stage}, {mode}, {shape}"
             record = found["record"]
@@ -95,7 +98,7 @@ def test_gradient_and_weights_are_those_of_the_big_batch(stage_and_found: Any) -
             assert abs(found["norm"]) < 4 * EPS[mode], where
             assert found["gradient"] < 4 * EPS[mode], where
             assert found["weights"] < WEIGHTS_BOUND, where
-            assert (record.loss_scale is None) == (mode != "fp16"), where
+            assert (record.loss_scale is None) == (mode == "bf16"), where
 
 
 def exceptional(rank: int, n: int, stage: int) -> dict[str, Any]:
@@ -288,14 +291,25 @@ def interrupted(rank: int, n: int, stage: int) -> dict[str, dict[str, bool]]:
         with pytest.raises(ZeroDivisionError):
             windows[0].run(case.batches()[rank], loss)
         hook.remove()
-        for number, (engine, window) in enumerate(zip(pair, windows, strict=True)):  # a loop of one's own
+        pair[0].set_gradient_accumulation_boundary(False)
+        for engine in (pair[0], *pair):  # a loop of one's own; what it leaves at first is thrown away
             total, items = loss(engine, case.batches()[rank][0])
             engine.scale(total / items).backward() if stage else engine.backward(total / items)
-            if number == 0:
+            if not engine.is_gradient_accumulation_boundary():
                 with pytest.raises(StaleGradientsError):
-                    window.run(case.batches()[rank], loss)
-            engine.step()
+                    windows[0].run(case.batches()[rank], loss)
+                engine.set_gradient_accumulation_boundary(True)
+            else:
+                engine.step()
         here["own loop"] = alike()
+
+        def clearing(model: Any, batch: Any, optimizer: Any = pair[0].optimizer) -> Any:
+            optimizer.zero_grad()
+            return loss(model, batch)
+
+        if stage != 2:  # which has handed over what it reduced, and clears nothing of that
+            with pytest.raises(ChangedInsideWindowError):
+                windows[0].run(case.batches()[rank], clearing)
     return found
 
 

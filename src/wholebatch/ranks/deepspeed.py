@@ -66,7 +66,7 @@ class DeepSpeedRanks(SeveralRanks):
         self.patience_s = PATIENCE_S if self._per_micro_batch else None  # others may be in a collective
         self.reduces_at_the_end = not self._per_micro_batch
         self._found: tuple[bool, bool | None] = (True, None)
-        self._forwarded = self._last = self._ran = False
+        self._forwarded = self._last = False
         self._mark: list[tuple[int, int]] = []
         self._known = {name: id(one) for name, one in trainable(engine.module)}
         self._refuse_untrained()
@@ -105,7 +105,7 @@ class DeepSpeedRanks(SeveralRanks):
     # One update ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        engine, self._ran = self._engine, False
+        engine = self._engine
         self._found = (engine.enable_backward_allreduce, engine._is_gradient_accumulation_boundary)
         check_config(engine)
         self._refuse_destroyed()
@@ -113,7 +113,7 @@ class DeepSpeedRanks(SeveralRanks):
         if not self.held.is_empty():
             raise StaleGradientsError(
                 "the DeepSpeed engine holds gradients of a backward outside the window, which would be "
-                "added to this update; step on them or drop them first (engine.optimizer.zero_grad())"
+                "added to this update and are thrown away now; step on them first, or leave it out"
             )
         self.reductions = 0
         self.held.begin()
@@ -127,7 +127,7 @@ class DeepSpeedRanks(SeveralRanks):
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         engine = self._engine
-        self._forwarded, self._last, self._ran = False, last, True
+        self._forwarded, self._last = False, last
         self.synchronises = self._per_micro_batch
         try:
             engine.enable_backward_allreduce = self._per_micro_batch
@@ -169,7 +169,7 @@ class DeepSpeedRanks(SeveralRanks):
             )
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: ARG002
-        engine, self._ran = self._engine, True
+        engine = self._engine
         engine.set_gradient_accumulation_boundary(True)
         try:
             self.held.prepare()
@@ -206,7 +206,7 @@ class DeepSpeedRanks(SeveralRanks):
 
     def end(self, *, committed: bool) -> None:
         self._put_switches_back()
-        if self._ran and not committed:  # else what is there is not of this update
+        if not committed:
             self.held.clear()
 
     # The norm -----------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class InGrad(Held):
         return []
 
     def is_empty(self) -> bool:
-        return all(one.grad is None for one in self.parameters())
+        return True  # the window itself looks there
 
     def clear(self) -> None:
         for one in self.parameters():
@@ -129,26 +129,19 @@ class InPartition(Held):
 
     partitioned = True
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self._own: list[nn.Parameter] = []  # as they were when the update began; asked twice a turn
-
     def groups(self) -> Sequence[Sequence[nn.Parameter]]:
         return list(self._optimizer.bit16_groups)
 
-    def begin(self) -> None:
-        self._own = self.parameters()
-
     def pieces(self) -> list[Tensor]:
         groups = [group for group in self._optimizer.averaged_gradients.values() if group is not None]
-        return [one for group in groups for one in group if not getattr(one, "_zero_padding", False)]
+        return [one for group in groups for one in group]
 
     def waiting(self) -> list[Tensor]:
         optimizer: Any = self._optimizer
         groups = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
         found = [one for group in groups if group is not None for one in group]
-        if not optimizer.partition_gradients:  # stage 2 lets go of these in its next forward
-            found += _accumulated(self._own)
+        if optimizer.use_grad_accum_attribute:
+            found += _accumulated(self.parameters())
         return found
 
     def is_empty(self) -> bool:
@@ -218,7 +211,6 @@ class InShards(Held):
             bucket.clear_params()
         optimizer.parameter_offload.release_backward_leftovers()
         optimizer._partition_all_parameters()
-        self.begin()
 
 
 def held_by(optimizer: Any) -> Held:

@@ -43,7 +43,7 @@ peers: venv
 # The audit on scripts that use them, and on the newest ones.
 test-peers: peers
 	@echo "--- tests of other libraries"
-	$(BIN)/python -m pytest -m peers tests/peers
+	$(BIN)/python -m pytest -m peers -n 2 --dist loadfile tests/peers
 
 # Every fault at every place under every layout, and the tables of docs/faults.md; some minutes.
 faults: venv

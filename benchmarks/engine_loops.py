@@ -7,6 +7,7 @@ clipped, then one optimizer step. DeepSpeed clips and steps by itself, in both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -139,6 +140,34 @@ def _fsdp(name: str, *, held_back: bool, copies: int = 1) -> Engine:
         by_hand=lambda work: _fsdp_by_hand(work, held_back=held_back, copies=copies),
         by_window=by_window,
     )
+
+
+def _fsdp1_model(work: Work) -> FullyShardedDataParallel:
+    model, place = new_model(work), torch.device("cpu")
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = FullyShardedDataParallel(block, device_id=place)
+    return FullyShardedDataParallel(model, device_id=place)
+
+
+def _fsdp1_by_hand(work: Work) -> Contender:
+    model = _fsdp1_model(work)
+    optimizer, replicas = _adamw(model), dist.get_world_size()
+
+    def update(batches: list[MicroBatch]) -> None:
+        share = replicas / num_items(batches, replicas)  # FSDP divides by the replicas
+        for index, batch in enumerate(batches):
+            with nullcontext() if index == len(batches) - 1 else model.no_sync():
+                (sum_loss(model(batch["input_ids"]), batch["labels"]) * share).backward()
+        model.clip_grad_norm_(CLIP_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contender(model=model, update=update)
+
+
+def _fsdp1_by_window(work: Work) -> Contender:
+    model = _fsdp1_model(work)
+    return _window(model, _adamw(model), clip_grad_norm=CLIP_GRAD_NORM)
 
 
 # Tensor parallel ---------------------------------------------------------------------------------------
@@ -268,6 +297,7 @@ ENGINES = (
     _fsdp("FSDP2, per micro-batch", held_back=False),
     _fsdp("HSDP 2 x 2, per update", held_back=True, copies=2),
     _fsdp("HSDP 2 x 2, per micro-batch", held_back=False, copies=2),
+    Engine(name="FSDP1", ranks=2, replicas=2, by_hand=_fsdp1_by_hand, by_window=_fsdp1_by_window),
     Engine(
         name="tensor parallel", ranks=2, replicas=1, by_hand=_tensor_by_hand, by_window=_tensor_by_window
     ),
@@ -276,4 +306,5 @@ ENGINES = (
     ),
     _zero(1),
     _zero(2),
+    _zero(3),
 )

@@ -5,7 +5,8 @@
 
 Three loops take turns in one process group, each with a model of its own: the hand-written one twice, whose
 distance from itself is the noise, and the window's. Times are of the slowest rank, by turns in a random
-order; a ratio is to the first loop's time in the same round. Starts itself under torchrun.
+order, each of a few updates in a row of which the first is not timed; a ratio is to the first loop's time
+in the same round. Starts itself under torchrun.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from engine_loops import ENGINES, Contender, Engine
 from overhead import quiet, start_ranks
+from race import IN_A_ROW
 from work import WORKS, MicroBatch, Work, batches_of
 
 _WARM_ROUNDS = 3
@@ -61,7 +63,9 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="updates of each loop that are timed")
+    parser.add_argument(
+        "--rounds", type=int, default=30, help=f"turns of each loop, of {IN_A_ROW} updates each"
+    )
     parser.add_argument("--model", choices=sorted(WORKS), default="small")
     parser.add_argument("--engine", default="", help="only engines with this in their name")
     return parser.parse_args()
@@ -77,9 +81,9 @@ def _measure(engine: Engine, work: Work, rounds: int) -> None:
     order = random.Random(0)
     replica = dist.get_rank() * engine.replicas // engine.ranks
     for number in range(_WARM_ROUNDS + rounds):
-        batches = batches_of(work, number, replica=replica)
+        turn = [batches_of(work, number * IN_A_ROW + one, replica=replica) for one in range(IN_A_ROW)]
         for name in order.sample(list(loops), len(loops)):
-            taken = _timed(loops[name], batches)
+            taken = _timed(loops[name], turn)
             if number >= _WARM_ROUNDS:
                 seconds[name].append(taken)
     first = _parameters(loops["by hand"].model)
@@ -96,19 +100,22 @@ def _print(what: str, loop: str, ratios: Sequence[float], away: float) -> None:
     print(f"{what:<34} {loop:<15} {middle:.3f}  {spread}  parameters {away:.1e} away", flush=True)
 
 
-def _timed(loop: Contender, batches: list[MicroBatch]) -> float:
-    """Seconds of the slowest rank."""
+def _timed(loop: Contender, turn: Sequence[list[MicroBatch]]) -> float:
+    """Seconds of the slowest rank for all updates of a turn but the first."""
+    loop.update(turn[0])
     dist.barrier()
     began = time.perf_counter()
-    loop.update(batches)
+    for batches in turn[1:]:
+        loop.update(batches)
     taken = torch.tensor(time.perf_counter() - began)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken)
 
 
 def _parameters(model: nn.Module) -> torch.Tensor:
-    """Those of this rank, one after the other; of parameters in parts, the whole."""
-    found = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    """Those of this rank, one after the other; of DTensors the whole, under ZeRO 3 the part here."""
+    held = [getattr(parameter, "ds_tensor", parameter) for parameter in model.parameters()]
+    found = [one.full_tensor() if isinstance(one, DTensor) else one for one in held]
     return torch.cat([parameter.detach().flatten() for parameter in found])
 
 

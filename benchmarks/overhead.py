@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from contestants import hand, ours, peers, wholebatch_run
-from race import FEW_MICRO_BATCHES, MANY_MICRO_BATCHES, MemoryGrowth, Result, memory_growth, race
+from race import FEW_MICRO_BATCHES, IN_A_ROW, MANY_MICRO_BATCHES, MemoryGrowth, Result, memory_growth, race
 from work import WORKS, Work, num_replicas, this_rank
 
 _PACKAGES = ("torch", "wholebatch", "accelerate", "lightning", "transformers")
@@ -59,7 +59,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=[*WORKS, "all"], default="small", help="all: small and large")
     parser.add_argument("--ranks", type=int, default=1, help="processes, each one replica")
-    parser.add_argument("--rounds", type=int, help="updates of each contestant that are timed")
+    parser.add_argument("--rounds", type=int, help=f"turns of each contestant, of {IN_A_ROW} updates each")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time")
     parser.add_argument(
@@ -92,7 +92,7 @@ def quiet() -> None:
 def _measure(work: Work, options: argparse.Namespace) -> dict[str, Any]:
     rounds = options.rounds or work.rounds
     contestants = ours(work) + ([] if options.without_peers else peers(work))
-    results = race(work, contestants, rounds=rounds, clock=options.clock)
+    results = race(work, contestants, rounds=rounds, clock=options.clock, in_a_row=IN_A_ROW)
     growths: list[MemoryGrowth] = []
     if num_replicas() == 1 and not options.without_memory:
         growths = [memory_growth(work, one) for one in (hand(work), wholebatch_run(work))]

@@ -2,7 +2,9 @@
 
 Every contestant does every update. Within each round they come in a random order, the same on all ranks,
 and what a round took is compared with what the first contestant took in the same round, so that a machine
-that is slow for a while is slow for all.
+that is slow for a while is slow for all. A turn may be several updates in a row, of which the first is not
+timed: in training an update follows one of the same loop, and finds what it reads in the processor's
+caches.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from work import Work, batches_of, num_replicas
 Clock = Literal["wall", "cpu"]
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 _WARM_ROUNDS = 3
+IN_A_ROW = 3
 # Two loops that are both right may each lie the hand-written loop's distance from the exact numbers away,
 # in opposite directions, which is 2; another 2 because one such distance is one draw of many. The wrong
 # loops of the tests are at more than 1000.
@@ -42,7 +45,7 @@ class Result:
     Args:
         name: of the contestant.
         ratios: its time over that of the first contestant, by round; on several ranks of the slowest.
-        typical_seconds: median of its own times. For the scale only: compare ratios.
+        typical_seconds: median of its own times, of one update. For the scale only: compare ratios.
         gradient_difference: distance of what it stepped on in the first and the last update from what
             the first contestant stepped on, relative to the length of that (Euclidean, after clipping).
         gradient_rounding: the distance of the first contestant's from the same in float64.
@@ -101,12 +104,13 @@ class MemoryGrowth:
 class _Stopwatch:
     def __init__(self, clock: Clock) -> None:
         self._now = CLOCKS[clock]
+        self.seconds = 0.0  # of all that it was entered for
 
     def __enter__(self) -> None:
         self._started = self._now()
 
     def __exit__(self, *_: object) -> None:
-        self.seconds = self._now() - self._started
+        self.seconds += self._now() - self._started
 
 
 class _Gradients:
@@ -147,6 +151,7 @@ def race(
     given: Callable[[Work, int], Any] = batches_of,
     twin: Contestant | None = None,
     warm_rounds: int = _WARM_ROUNDS,
+    in_a_row: int = 1,
     observer: Callable[[Contestant], Any] = count_update,
 ) -> list[Result]:
     """Let every contestant do the same updates in turn.
@@ -154,13 +159,14 @@ def race(
     Args:
         work: what an update is.
         contestants: the first is what the others are compared with. They are closed at the end.
-        rounds: updates of each that are timed.
+        rounds: turns of each that are timed.
         seed: of the order within each round.
         clock: ``"wall"``, or ``"cpu"`` for the processor time of this process, which other programs disturb
             less and which leaves out waiting for other ranks.
         given: ``given(work, update)`` is what every contestant's ``run`` gets for an update, on this rank.
         twin: the same loop in float64, from which rounding is told; the hand-written one by default.
         warm_rounds: updates before the one that is observed; that one is followed by the timed ones.
+        in_a_row: updates of a turn; of several the first is not timed.
         observer: ``observer(contestant)`` is entered around one update; its ``counts`` are kept.
     """
     order, twin = random.Random(seed), twin or hand(work, "float64", torch.float64)
@@ -176,25 +182,27 @@ def race(
         one.run(given(work, warm_rounds), observing)
         counts.append(_from_all_ranks(observing.counts))
     seconds: list[list[float]] = [[] for _ in contestants]
-    for update in range(warm_rounds + 1, warm_rounds + 1 + rounds):
-        batches = given(work, update)
+    last = warm_rounds + 1 + rounds * in_a_row
+    for first in range(warm_rounds + 1, last, in_a_row):
+        updates = [given(work, first + number) for number in range(in_a_row)]
         gc.collect()
         for index in order.sample(range(len(contestants)), len(contestants)):
-            seconds[index].append(_timed(contestants[index], batches, clock))
-        twin.run(batches, nullcontext())
-    _everybody(everybody, gradients, given(work, warm_rounds + 1 + rounds))
+            seconds[index].append(_timed(contestants[index], updates, clock))
+        for batches in updates:
+            twin.run(batches, nullcontext())
+    _everybody(everybody, gradients, given(work, last))
     for one in contestants:
         one.close()
     moved = _parameters(twin) - start
-    first, exact = gradients[0].together(), gradients[-1].together()
+    by_first, exact = gradients[0].together(), gradients[-1].together()
     first_end, exact_end = _parameters(contestants[0]), _parameters(twin)
     return [
         Result(
             name=one.name,
             ratios=tuple(a / b for a, b in zip(seconds[index], seconds[0], strict=True)),
-            typical_seconds=median(seconds[index]),
-            gradient_difference=_distance(gradients[index].together(), first, length=exact),
-            gradient_rounding=_distance(first, exact, length=exact),
+            typical_seconds=median(seconds[index]) / max(1, in_a_row - 1),
+            gradient_difference=_distance(gradients[index].together(), by_first, length=exact),
+            gradient_rounding=_distance(by_first, exact, length=exact),
             parameter_difference=_distance(_parameters(one), first_end, length=moved),
             parameter_rounding=_distance(first_end, exact_end, length=moved),
             counts=tuple(counts[index]),
@@ -226,14 +234,16 @@ def memory_growth(work: Work, contestant: Contestant) -> MemoryGrowth:
     return MemoryGrowth(name=contestant.name, few_bytes=peak(few), many_bytes=peak(many))
 
 
-def _timed(contestant: Contestant, batches: Any, clock: Clock) -> float:
-    """Seconds of one update; on several ranks those of the slowest, which all started together."""
+def _timed(contestant: Contestant, updates: Sequence[Any], clock: Clock) -> float:
+    """Seconds of one turn; on several ranks those of the slowest, which all started together."""
     watch = _Stopwatch(clock)
+    if num_replicas() > 1:
+        dist.barrier()
+    untimed = len(updates) > 1
+    for number, batches in enumerate(updates):
+        contestant.run(batches, nullcontext() if untimed and number == 0 else watch)
     if num_replicas() == 1:
-        contestant.run(batches, watch)
         return watch.seconds
-    dist.barrier()
-    contestant.run(batches, watch)
     slowest = torch.tensor(watch.seconds, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest)

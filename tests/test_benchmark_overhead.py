@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -162,6 +163,21 @@ def test_processor_time_does_not_see_sleep():
     slow = loop_of("slow", exact, before=lambda: time.sleep(0.2))
     result = races.race(TINY, [loops.hand(TINY), slow], rounds=2, clock="cpu")[1]
     assert result.typical_seconds < 0.2
+
+
+def test_the_first_of_several_updates_in_a_row_is_not_timed():
+    done = itertools.count()
+
+    def first_of_a_turn():
+        before_the_turns = 4  # one whose gradients are taken down, 2 to warm up, one that is counted
+        if (next(done) - before_the_turns) % 3 == 0:
+            time.sleep(0.1)
+
+    slow_at_first = loop_of("slow at first", exact, before=first_of_a_turn)
+    hand, result = races.race(TINY, [loops.hand(TINY), slow_at_first], rounds=3, in_a_row=3)
+    assert next(done) == 4 + 3 * 3 + 1
+    assert result.quartiles[2] < 1 + 0.1 / hand.typical_seconds / 2 / 2
+    assert result.parameter_difference < 1e-6
 
 
 def result_of(*ratios, gradient_difference=4e-7, parameter_difference=3e-7):

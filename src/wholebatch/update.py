@@ -164,10 +164,12 @@ class Update:
         window.ranks.check_parameters(finish.parameters)
         window.snapshot.take(finish.parameters)
         self._loss_scale, self._scale_mark = finish.loss_scale(), finish.scale_mark()
-        self._settings = (
-            f"{window.settings}, {finish.settings()}, counters {self._counters_before}, provisional "
-            f"denominator {window.provisional_items}"
-        )
+        self._settings = ""  # one rank has no other to compare with
+        if window.ranks.roles.num_ranks > 1:
+            self._settings = (
+                f"{window.settings}, {finish.settings()}, counters {self._counters_before}, provisional "
+                f"denominator {window.provisional_items}"
+            )
         self._rate_marks = finish.rate_marks()
         self._held = listed_micro_batches(self._batches, most=planned_micro_batches(window.plan))
         window.ranks.check_window(self._held, finish.wide, finish.parameters)

@@ -201,8 +201,8 @@ class PiecedOptimizer(WholeOptimizer):
         """
         if not self._held.is_empty():
             raise StaleGradientsError(
-                "the DeepSpeed engine holds a gradient, which a checkpoint does not; finish the update "
-                "first, or drop it (engine.optimizer.zero_grad())"
+                "the DeepSpeed engine holds a gradient, which a checkpoint does not; save between two "
+                "updates, after engine.step() or the window's commit"
             )
         self._link_again()
         states = [self._state_of(one, piece) for piece in self._pieces for one in piece.parameters]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import language
-from expected import Peer
+from expected import SCRIPTS, Peer
 
-SCRIPTS = Path(__file__).resolve().parent / "scripts"
 Tensors = dict[str, torch.Tensor]
 
 

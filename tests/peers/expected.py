@@ -7,7 +7,10 @@ the big batch's; what the audit has to find (``finds``) follows from it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 
 @dataclass(frozen=True, kw_only=True)

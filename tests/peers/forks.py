@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-SCRIPTS = HERE / "scripts"
+from expected import PEERS, SCRIPTS
+
 LIMIT_S = 120.0
 
 
@@ -132,9 +132,8 @@ def _received(pipe: Any, last: float) -> Any:
 
 
 def main(out: str, *wanted: str) -> None:
-    sys.path[:0] = [str(SCRIPTS), str(HERE)]
+    sys.path.insert(0, str(SCRIPTS))
     from confirm import confirm
-    from expected import PEERS
 
     by_name = {str(peer): peer for peer in PEERS}
     preload({by_name[word.partition(":")[2]].script.split()[0] for word in wanted})

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import environments
-from expected import Peer
+from expected import SCRIPTS, Peer
 from forks import libraries_of
 
 HERE = Path(__file__).resolve().parent
@@ -70,7 +70,7 @@ def audit(peer: Peer, folder: Path) -> Outcome:
     """``wholebatch audit`` of a script, as a user calls it."""
     script, *arguments = peer.script.split()
     launcher = [*LAUNCHER, str(peer.ranks)] if peer.launched else []
-    module = ["-m", "wholebatch", "audit", "--json", "OUT", str(HERE / "scripts" / script), *arguments]
+    module = ["-m", "wholebatch", "audit", "--json", "OUT", str(SCRIPTS / script), *arguments]
     return run([*launcher, *module], peer.environment, folder)
 
 
@@ -81,12 +81,12 @@ def in_forks(words: Sequence[str], environment: str, folder: Path) -> Mapping[st
     for word in words:
         ranks, printed = (forks.document or {}).get(word, (None, forks.printed))
         written = folder / word.replace(":", "-") / "out.json"
-        # a launcher's own code: 0 where that is what every rank ended with
-        code = 0 if ranks and not any(ranks) else 1
-        document = ranks
+        code, document = forks.code, ranks
         if word.startswith("audit:"):
+            # each rank's exit code, or a traceback, with which Python ends in 1
+            code = max((1 if isinstance(rank, str) else rank for rank in ranks or ()), default=1)
             document = json.loads(written.read_text()) if written.exists() else None
-            printed += "".join(str(rank) for rank in ranks or () if isinstance(rank, str))
+            printed += "".join(rank for rank in ranks or () if isinstance(rank, str))
         outcomes[word] = Outcome(code=code, printed=printed, document=document)
     return outcomes
 

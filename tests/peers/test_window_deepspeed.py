@@ -51,8 +51,8 @@ pytestmark = [
 WEIGHTS_BOUND = 2.0**-20  # of weights below 3, which the engine moves in float32
 
 
-# Modes that the table does not have, with an optimizer and the norm that it clips by.
 def half(stage: int) -> dict[str, tuple[str, float | None]]:
+    """Modes that the table does not have, with an optimizer and the norm that it clips by."""
     wide = {"fp16, fp32 gradients": ("AdamW", None)} if stage == 1 else {}
     return {"bf16": ("SGD momentum", None), "fp16": ("AdamW", CLIP)} | wide
 

@@ -83,7 +83,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def _window(model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> Contender:
     objective = wb.next_token_loss()
-    window = wb.UpdateWindow(model, optimizer, objective, **more)
+    window = wb.UpdateWindow(model, optimizer, objective, clip_grad_norm=CLIP_GRAD_NORM, **more)
     if isinstance(model, PipelinedModel):
         return Contender(model=model, update=lambda batches: _ignore(window.run(batches)))
 
@@ -91,6 +91,16 @@ def _window(model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> 
         return objective(model(batch["input_ids"]), batch)
 
     return Contender(model=model, update=lambda batches: _ignore(window.run(batches, loss_fn)))
+
+
+def _by_window(make: Callable[[Work], nn.Module], **more: Any) -> Callable[[Work], Contender]:
+    """The window's loop over the models that ``make`` makes."""
+
+    def by_window(work: Work) -> Contender:
+        model = make(work)
+        return _window(model, _adamw(model), **more)
+
+    return by_window
 
 
 def _ignore(record: Any) -> None:
@@ -128,17 +138,13 @@ def _fsdp_by_hand(work: Work, *, held_back: bool, copies: int) -> Contender:
 
 
 def _fsdp(name: str, *, held_back: bool, copies: int = 1) -> Engine:
-    def by_window(work: Work) -> Contender:
-        model = _sharded(work, copies)
-        reduce = "per_update" if held_back else "per_micro_batch"
-        return _window(model, _adamw(model), clip_grad_norm=CLIP_GRAD_NORM, reduce=reduce)
-
+    reduce = "per_update" if held_back else "per_micro_batch"
     return Engine(
         name=name,
         ranks=2 * copies,
         replicas=2 * copies,
         by_hand=lambda work: _fsdp_by_hand(work, held_back=held_back, copies=copies),
-        by_window=by_window,
+        by_window=_by_window(lambda work: _sharded(work, copies), reduce=reduce),
     )
 
 
@@ -163,11 +169,6 @@ def _fsdp1_by_hand(work: Work) -> Contender:
         optimizer.zero_grad()
 
     return Contender(model=model, update=update)
-
-
-def _fsdp1_by_window(work: Work) -> Contender:
-    model = _fsdp1_model(work)
-    return _window(model, _adamw(model), clip_grad_norm=CLIP_GRAD_NORM)
 
 
 # Tensor parallel ---------------------------------------------------------------------------------------
@@ -199,11 +200,6 @@ def _tensor_by_hand(work: Work) -> Contender:
         optimizer.zero_grad()
 
     return Contender(model=model, update=update)
-
-
-def _tensor_by_window(work: Work) -> Contender:
-    model = _tensor_parallel(work)
-    return _window(model, _adamw(model), clip_grad_norm=CLIP_GRAD_NORM)
 
 
 # Pipeline ----------------------------------------------------------------------------------------------
@@ -239,9 +235,8 @@ def _pipeline_by_hand(work: Work) -> Contender:
     return Contender(model=model, update=update)
 
 
-def _pipeline_by_window(work: Work) -> Contender:
-    model = PipelinedModel(_stage(work), schedule=Schedule1F1B, inputs=lambda batch: batch["input_ids"])
-    return _window(model, _adamw(model), clip_grad_norm=CLIP_GRAD_NORM)
+def _pipelined(work: Work) -> PipelinedModel:
+    return PipelinedModel(_stage(work), schedule=Schedule1F1B, inputs=lambda batch: batch["input_ids"])
 
 
 # DeepSpeed ---------------------------------------------------------------------------------------------
@@ -279,7 +274,7 @@ def _zero(stage: int) -> Engine:
     def by_window(work: Work) -> Contender:
         engine = _deepspeed(work, stage, 1)
         reduce = "per_update" if stage < 2 else "per_micro_batch"
-        window = _window(engine, engine.optimizer, clip_grad_norm=CLIP_GRAD_NORM, reduce=reduce)
+        window = _window(engine, engine.optimizer, reduce=reduce)
         return Contender(model=engine.module, update=window.update)
 
     return Engine(
@@ -297,12 +292,20 @@ ENGINES = (
     _fsdp("FSDP2, per micro-batch", held_back=False),
     _fsdp("HSDP 2 x 2, per update", held_back=True, copies=2),
     _fsdp("HSDP 2 x 2, per micro-batch", held_back=False, copies=2),
-    Engine(name="FSDP1", ranks=2, replicas=2, by_hand=_fsdp1_by_hand, by_window=_fsdp1_by_window),
+    Engine(name="FSDP1", ranks=2, replicas=2, by_hand=_fsdp1_by_hand, by_window=_by_window(_fsdp1_model)),
     Engine(
-        name="tensor parallel", ranks=2, replicas=1, by_hand=_tensor_by_hand, by_window=_tensor_by_window
+        name="tensor parallel",
+        ranks=2,
+        replicas=1,
+        by_hand=_tensor_by_hand,
+        by_window=_by_window(_tensor_parallel),
     ),
     Engine(
-        name="pipeline, 1F1B", ranks=2, replicas=1, by_hand=_pipeline_by_hand, by_window=_pipeline_by_window
+        name="pipeline, 1F1B",
+        ranks=2,
+        replicas=1,
+        by_hand=_pipeline_by_hand,
+        by_window=_by_window(_pipelined),
     ),
     _zero(1),
     _zero(2),

@@ -16,7 +16,6 @@ import gc
 import os
 import random
 import sys
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from statistics import quantiles
@@ -26,10 +25,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from engine_loops import ENGINES, Contender, Engine
+from contestants import inside
+from engine_loops import ENGINES, Engine
 from overhead import quiet, start_ranks
-from race import IN_A_ROW
-from work import WORKS, MicroBatch, Work, batches_of
+from race import IN_A_ROW, time_turn
+from work import WORKS, Work, batches_of
 
 _WARM_ROUNDS = 3
 
@@ -83,7 +83,7 @@ def _measure(engine: Engine, work: Work, rounds: int) -> None:
     for number in range(_WARM_ROUNDS + rounds):
         turn = [batches_of(work, number * IN_A_ROW + one, replica=replica) for one in range(IN_A_ROW)]
         for name in order.sample(list(loops), len(loops)):
-            taken = _timed(loops[name], turn)
+            taken = time_turn(inside(loops[name].update), turn)
             if number >= _WARM_ROUNDS:
                 seconds[name].append(taken)
     first = _parameters(loops["by hand"].model)
@@ -98,18 +98,6 @@ def _print(what: str, loop: str, ratios: Sequence[float], away: float) -> None:
     low, middle, high = quantiles(ratios, n=4, method="inclusive")
     spread = f"{low:.3f} to {high:.3f}"
     print(f"{what:<34} {loop:<15} {middle:.3f}  {spread}  parameters {away:.1e} away", flush=True)
-
-
-def _timed(loop: Contender, turn: Sequence[list[MicroBatch]]) -> float:
-    """Seconds of the slowest rank for all updates of a turn but the first."""
-    loop.update(turn[0])
-    dist.barrier()
-    began = time.perf_counter()
-    for batches in turn[1:]:
-        loop.update(batches)
-    taken = torch.tensor(time.perf_counter() - began)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
 
 
 def _parameters(model: nn.Module) -> torch.Tensor:

@@ -13,7 +13,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any, Literal
@@ -187,7 +187,7 @@ def race(
         updates = [given(work, first + number) for number in range(in_a_row)]
         gc.collect()
         for index in order.sample(range(len(contestants)), len(contestants)):
-            seconds[index].append(_timed(contestants[index], updates, clock))
+            seconds[index].append(time_turn(contestants[index].run, updates, clock))
         for batches in updates:
             twin.run(batches, nullcontext())
     _everybody(everybody, gradients, given(work, last))
@@ -234,14 +234,24 @@ def memory_growth(work: Work, contestant: Contestant) -> MemoryGrowth:
     return MemoryGrowth(name=contestant.name, few_bytes=peak(few), many_bytes=peak(many))
 
 
-def _timed(contestant: Contestant, updates: Sequence[Any], clock: Clock) -> float:
-    """Seconds of one turn; on several ranks those of the slowest, which all started together."""
-    watch = _Stopwatch(clock)
+def time_turn(
+    run: Callable[[Any, AbstractContextManager[Any]], None], updates: Sequence[Any], clock: Clock = "wall"
+) -> float:
+    """Seconds of one turn, of several updates without the first; on several ranks those of the slowest.
+
+    Args:
+        run: as a contestant's.
+        updates: what it gets for each. The ranks start what is timed together.
+        clock: that it is timed by.
+    """
+    watch, timed = _Stopwatch(clock), updates
+    if len(updates) > 1:
+        run(updates[0], nullcontext())
+        timed = updates[1:]
     if num_replicas() > 1:
         dist.barrier()
-    untimed = len(updates) > 1
-    for number, batches in enumerate(updates):
-        contestant.run(batches, nullcontext() if untimed and number == 0 else watch)
+    for batches in timed:
+        run(batches, watch)
     if num_replicas() == 1:
         return watch.seconds
     slowest = torch.tensor(watch.seconds, dtype=torch.float64)

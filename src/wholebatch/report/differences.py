@@ -66,8 +66,10 @@ class _Pair:
         self.headers = first.header, second.header
         self.parts = _parts(first), _parts(second)
         settings = _settings(self.parts[0]), _settings(self.parts[1])
-        names = {name for each in settings for name in each} - self._told_as_facts(settings)
-        one, other = ({name: each[name] for name in each if name in names} for each in settings)
+        told = self._told_as_facts(settings)
+        one, other = (
+            {name: value for name, value in each.items() if name not in told} for each in settings
+        )
         self.settings = one, other
 
     def _told_as_facts(self, settings: tuple[dict[str, Any], dict[str, Any]]) -> set[str]:

@@ -609,3 +609,29 @@ def test_wrappers_that_it_does_not_know_are_refused_by_name() -> None:
         UpdateWindow(inner, torch.optim.SGD(inner.parameters(), lr=0.1), reduce="per_micro_batch")
     with pytest.raises(UnsupportedError, match="reduce='each' is none of"):
         UpdateWindow(inner, torch.optim.SGD(inner.parameters(), lr=0.1), reduce="each")
+
+
+class LoudLoss(Tensor):
+    """A loss of a class of its own, that is asked what each function of torch does to it."""
+
+    heard: list[Any] = []  # noqa: RUF012 - of the class
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        cls.heard.append(function)
+        return super().__torch_function__(function, types, arguments, options or {})
+
+
+def test_a_loss_of_a_class_of_its_own_is_asked_for_its_backward() -> None:
+    plain, loud = Setup(), Setup()
+
+    def loud_loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        loss_sum, num_items = loud.loss(model, batch)
+        return loss_sum.as_subclass(LoudLoss), num_items
+
+    LoudLoss.heard.clear()
+    for one, loss in ((plain, plain.loss), (loud, loud_loss)):
+        torch.manual_seed(1)
+        assert one.window.run(one.batches, loss).outcome == "applied"
+    assert_same(plain.state(), loud.state())
+    assert LoudLoss.heard.count(torch.autograd.backward) == len(loud.batches)

@@ -20,22 +20,24 @@ from wholebatch.tally import GlobalTally, Tally, payload_size
 
 
 class Told:
-    """Sums that have come in."""
+    """Rows that have come in."""
 
-    def __init__(self, sums: Sequence[float]) -> None:
-        self.sums = list(sums)
+    def __init__(self, rows: Sequence[Sequence[float]]) -> None:
+        self.rows = list(map(list, rows))
 
-    def wait(self) -> list[float]:
-        return self.sums
+    def wait(self) -> list[list[float]]:
+        return self.rows
 
 
-def exchange(states: Sequence[float], payload: Sequence[float] = ()) -> PendingExchange:
-    told = Told([*states, *payload])
-    return PendingExchange(told, len(payload), "adding up what the window holds", len(states))
+def exchange(states: Sequence[float], *payload: Sequence[float]) -> PendingExchange:
+    """What is pending where the ranks are in these states, with the numbers of each, and one of padding."""
+    rows = [(*row, 0.0) for row in zip(states, *payload, strict=True)]
+    return PendingExchange(Told(rows), len(payload), "adding up what the window holds")
 
 
 def test_all_are_there() -> None:
-    assert exchange([3.0, 3.0, 3.0], [5.0, 7.0]).wait() == [5.0, 7.0]
+    told = exchange([3.0, 3.0, 3.0], [5.0, 6.0, 7.0], [1.0, 2.0, 4.0]).wait()
+    assert told == [(5.0, 6.0, 7.0), (1.0, 2.0, 4.0)]
 
 
 def test_those_that_failed_are_named() -> None:
@@ -64,8 +66,8 @@ def gives_up(rank: int, _n: int) -> tuple[str, float, bool]:
         return "", 0.0, True
     ranks.patience_s = 0.5
     agreement, begun = Agreement(ranks, 2), []
-    total = ranks.total
-    ranks.total = lambda *given: begun.append(total(*given)) or begun[-1]  # type: ignore[method-assign]
+    tell = ranks.tell
+    ranks.tell = lambda *given: begun.append(tell(*given)) or begun[-1]  # type: ignore[method-assign]
     began = time.monotonic()
     with pytest.raises(PoisonedWindowError) as caught:
         agreement.report_failure()
@@ -82,7 +84,7 @@ def test_who_gives_up_after_a_short_patience_leaves_nothing_under_way() -> None:
 
 def test_a_rank_alone_hears_itself() -> None:
     agreement = Agreement(SingleRank(), 2)
-    assert agreement.exchange([1.0], doing="agreeing on what came out").wait() == [1.0]
+    assert agreement.exchange([1.0], doing="agreeing on what came out").wait() == [(1.0,)]
     with pytest.raises(OtherRankFailedError, match="rank 0"):
         agreement.exchange(doing="agreeing on what came out", failed=True).wait()
     agreement.report_failure()
@@ -91,7 +93,7 @@ def test_a_rank_alone_hears_itself() -> None:
 class Gone(SingleRank):
     """Ranks that another one has left."""
 
-    def total(self, vector: Sequence[float], patience_s: float | None = None) -> Told:  # noqa: ARG002
+    def tell(self, row: Sequence[float], patience_s: float | None = None) -> Told:  # noqa: ARG002
         raise RuntimeError("connection closed by peer")
 
 
@@ -148,9 +150,9 @@ def held(samples: int, items: float | None, *, digest: int = 7, settings: int = 
 
 def added_up(tallies: Sequence[Tally], *, parts: bool = False) -> GlobalTally:
     payloads = [tally.payload(1, roles(rank, parts=parts)) for rank, tally in enumerate(tallies)]
-    assert {len(payload) for payload in payloads} == {payload_size(1, 4)}
-    sums = [sum(column) for column in zip(*payloads, strict=True)]
-    return GlobalTally.from_sums(sums, roles=roles(0, parts=parts), num_terms=1)
+    assert {len(payload) for payload in payloads} == {payload_size(1)}
+    told = list(zip(*payloads, strict=True))
+    return GlobalTally.of_ranks(told, roles=roles(0, parts=parts), num_terms=1)
 
 
 def test_a_replica_of_two_ranks_is_counted_once() -> None:

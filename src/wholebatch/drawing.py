@@ -40,17 +40,21 @@ class Stand:
         """That of a loader; None where it yields micro-batches, of which nothing is known."""
         return cls(settings=loader.stand, replica=loader.replica) if yields_windows(loader) else None
 
-    def numbers(self, roles: Roles) -> list[float]:
-        """What to add up over the ranks."""
-        return roles.slots(float(fingerprint(self.settings))) + roles.slots(float(self.replica))
+    def numbers(self) -> list[float]:
+        """What to tell the other ranks."""
+        return [fingerprint(self.settings), self.replica]
 
-    def refuse_others(self, sums: Sequence[float], roles: Roles) -> None:
+    def refuse_others(self, told: Sequence[Sequence[float]], roles: Roles) -> None:
         """Refuse loaders of which two replicas have the same share, or that stand at different places.
+
+        Args:
+            told: the numbers of every rank, each by rank.
+            roles: of the ranks.
 
         Raises:
             WindowUsageError: on every rank, with what this one has.
         """
-        marks, replicas = sums[: roles.num_ranks], sums[roles.num_ranks :]
+        marks, replicas = told
         given = set(zip(roles.replica_of, replicas, strict=True))
         if len(given) != roles.num_replicas or set(replicas) != set(range(roles.num_replicas)):
             raise WindowUsageError(

@@ -34,19 +34,18 @@ class Result:
     peak_memory_bytes: int
 
     def payload(self, *, roles: Roles, num_terms: int) -> list[float]:
-        """The numbers to add up over the ranks; each has a place of its own for two of them."""
+        """The numbers to tell the other ranks, ``result_size(num_terms)`` of them."""
         first_bad = self._bad_micro_batch()
         counted = roles.counts_losses
         return [
             float(self.nonfinite or first_bad != 0),
             self.norm,
-            self.norm * self.norm,  # infinite where it overflows, which a power of floats refuses
             *self._copies(roles),
-            float(self.num_gradients),
+            self.num_gradients,
+            first_bad,
+            self.peak_memory_bytes,
             *(sum(row[term] for row in self.losses) if counted else 0.0 for term in range(num_terms)),
             *(sum(row[term] for row in self.items) if counted else 0.0 for term in range(num_terms)),
-            *roles.slots(float(first_bad)),
-            *roles.slots(float(self.peak_memory_bytes)),
         ]
 
     def miscounted(
@@ -118,23 +117,23 @@ class GlobalResult:
     peak_memory_bytes: list[int] | None
 
     @classmethod
-    def from_sums(cls, sums: Sequence[float], *, num_ranks: int, num_terms: int) -> GlobalResult:
-        """Read payloads that were added up over ``num_ranks``."""
-        nonfinite, norm, square, gap, of_copies, num_gradients, *rest = sums
-        by_term, by_rank = rest[: 2 * num_terms], rest[2 * num_terms :]
-        peaks = [round(peak) for peak in by_rank[num_ranks:]]
+    def of_ranks(cls, told: Sequence[Sequence[float]], *, num_terms: int) -> GlobalResult:
+        """Add up what the ranks told: for each number of a payload that of every rank."""
+        nonfinite, norms, gaps, of_copies, num_gradients, bad, peaks, *by_term = told
+        sums = tuple(map(sum, by_term))
+        largest = max(norms)
         return cls(
-            nonfinite=nonfinite > 0,
+            nonfinite=any(nonfinite),
             # other kernels on other machines may round the norm differently, and no more than that
-            same_gradient=not square < math.inf or num_ranks * square - norm**2 <= 1e-8 * norm**2,
+            same_gradient=not all(map(math.isfinite, norms)) or largest - min(norms) <= 1e-4 * largest,
             # a norm in bfloat16 may be added up in another order; parts of a sequence differ by far more
-            same_copies=not abs(gap) > 1e-3 * of_copies,
-            norm_of_parts=math.sqrt(square),
-            some_gradient=num_gradients > 0,
-            losses=tuple(by_term[:num_terms]),
-            items=tuple(by_term[num_terms:]),
-            bad=tuple(round(number) for number in by_rank[:num_ranks]),
-            peak_memory_bytes=peaks if all(peaks) else None,
+            same_copies=not abs(sum(gaps)) > 1e-3 * sum(of_copies),
+            norm_of_parts=math.hypot(*norms),
+            some_gradient=any(num_gradients),
+            losses=sums[:num_terms],
+            items=sums[num_terms:],
+            bad=tuple(map(round, bad)),
+            peak_memory_bytes=list(map(round, peaks)) if all(peaks) else None,
         )
 
     def why_odd(self, own: Result, norm: float, *, norm_in_parts: bool, steps_itself: bool) -> str | None:
@@ -181,9 +180,9 @@ class GlobalResult:
         return "; ".join(named)
 
 
-def result_size(num_terms: int, num_ranks: int) -> int:
+def result_size(num_terms: int) -> int:
     """Numbers in a payload."""
-    return 6 + 2 * num_terms + 2 * num_ranks
+    return 7 + 2 * num_terms
 
 
 def losses_by_term(

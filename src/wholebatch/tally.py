@@ -23,8 +23,8 @@ from wholebatch.ranks.base import Roles
 
 _DIGEST_PARTS = 4
 _COUNTS = 7
-_SLOTS = 3  # numbers of which each rank has its own
-_FIXED = _COUNTS + _DIGEST_PARTS  # numbers of a payload between the slots and the terms
+_COMPARED = 3  # numbers that are looked at rank by rank
+_FIXED = _COMPARED + _COUNTS + _DIGEST_PARTS  # numbers of a payload before those of the terms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class Tally:
     content: tuple[float, ...] = ()
 
     def payload(self, num_terms: int, roles: Roles) -> list[float]:
-        """The numbers to add up over the ranks, ``payload_size(num_terms, num_ranks)`` of them.
+        """The numbers to tell the other ranks, ``payload_size(num_terms)`` of them.
 
         Samples are given by one rank of each replica, items and positions by those that count them.
         """
@@ -62,9 +62,9 @@ class Tally:
         counted = float(roles.counts_samples)
         items = [sum(number for number in column if number is not None) for column in columns]
         return [
-            *roles.slots(float(self.micro_batches)),
-            *roles.slots(float(self.settings)),
-            *roles.slots(float(fingerprint(self.micro_batches, self.samples, self.digest, self.content))),
+            self.micro_batches,
+            self.settings,
+            fingerprint(self.micro_batches, self.samples, self.digest, self.content),
             counted * self.micro_batches,
             counted * self.samples,
             roles.counts_items * self.positions,
@@ -157,18 +157,14 @@ class GlobalTally:
         return "no micro-batch of any rank has an item to learn from"
 
     @classmethod
-    def from_sums(cls, sums: Sequence[float], *, roles: Roles, num_terms: int) -> GlobalTally:
-        """Read payloads that were added up over all ranks."""
-        num_ranks = roles.num_ranks
-        held, settings, prints = (
-            sums[place * num_ranks : (place + 1) * num_ranks] for place in range(_SLOTS)
-        )
-        sums = sums[_SLOTS * num_ranks :]
+    def of_ranks(cls, told: Sequence[Sequence[float]], *, roles: Roles, num_terms: int) -> GlobalTally:
+        """Add up what the ranks told: for each number of a payload that of every rank."""
+        held, settings, prints = told[:_COMPARED]
+        sums = list(map(sum, told[_COMPARED:]))
         micro_batches, samples, positions, anonymous, reset, left_out, counted = sums[:_COUNTS]
-        parts = sums[_COUNTS:_FIXED]
+        parts, by_term = sums[_COUNTS : _COUNTS + _DIGEST_PARTS], sums[_COUNTS + _DIGEST_PARTS :]
         digest = sum(round(part) << (16 * place) for place, part in enumerate(parts)) % 2**64
-        items = sums[_FIXED : _FIXED + num_terms]
-        unknown = sums[_FIXED + num_terms :]
+        items, unknown = by_term[:num_terms], by_term[num_terms:]
         return cls(
             micro_batches=round(micro_batches),
             samples=round(samples),
@@ -191,14 +187,14 @@ def _unlike_their_replica(prints: Sequence[float], replica_of: Sequence[int]) ->
     return [rank for rank, seen in enumerate(prints) if seen != firsts[replica_of[rank]]]
 
 
-def payload_size(num_terms: int, num_ranks: int) -> int:
+def payload_size(num_terms: int) -> int:
     """Numbers in a payload."""
-    return _SLOTS * num_ranks + _FIXED + 2 * num_terms
+    return _FIXED + 2 * num_terms
 
 
 def fingerprint(*settings: object) -> int:
-    """A number of 20 bits that is the same for the same settings; its square adds up exactly."""
-    return zlib.crc32(repr(settings).encode()) & 0xFFFFF
+    """A number of 32 bits that is the same for the same settings, and nearly always another for others."""
+    return zlib.crc32(repr(settings).encode())
 
 
 def tally(

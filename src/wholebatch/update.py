@@ -218,8 +218,8 @@ class Update:
         window = self._window
         if not window.ranks.equal_turns:
             return
-        held = window.agreement.exchange(
-            window.ranks.roles.slots(float(len(self._held))), doing="about to count items in forwards"
+        [held] = window.agreement.exchange(
+            [len(self._held)], doing="about to count items in forwards"
         ).wait()
         if others := unlike_first(held):
             raise WindowUsageError(
@@ -235,7 +235,7 @@ class Update:
         assert self._pending is not None
         window, ranks, pending = self._window, self._window.ranks, self._pending
         self._pending = None
-        total = GlobalTally.from_sums(pending.wait(), roles=ranks.roles, num_terms=len(window.terms))
+        total = GlobalTally.of_ranks(pending.wait(), roles=ranks.roles, num_terms=len(window.terms))
         total.refuse_odd(
             settings=self._settings,
             replicas=ranks.num_replicas,
@@ -438,7 +438,7 @@ class Update:
         """Wait until every rank is about to reduce; what fails from here on can't be rolled back."""
         self._wait_for_all(self._window.agreement.exchange(doing="about to reduce gradients"))
 
-    def _wait_for_all(self, pending: PendingExchange) -> list[float]:
+    def _wait_for_all(self, pending: PendingExchange) -> list[tuple[float, ...]]:
         """Wait for an exchange after which the others go on. An interrupt while waiting comes too
         late for them to hear of it, so it counts as beyond the point of no return."""
         self._irrevocable = True
@@ -544,10 +544,10 @@ class Update:
         )
         self._agreed = True
         try:
-            sums = self._wait_for_all(pending)
+            told = self._wait_for_all(pending)
         except OtherRankFailedError as other:
             raise problem or other from None
-        total = GlobalResult.from_sums(sums, num_ranks=ranks.roles.num_ranks, num_terms=terms)
+        total = GlobalResult.of_ranks(told, num_terms=terms)
         norm = total.norm_of_parts if ranks.norm_in_parts else reading.norm
         steps_itself = ranks.stepper is not None
         if odd := total.why_odd(result, norm, norm_in_parts=ranks.norm_in_parts, steps_itself=steps_itself):

@@ -170,10 +170,7 @@ class UpdateWindow:
             plan=plan,
             finish=finish,
             ranks=ranks,
-            agreement=Agreement(
-                ranks,
-                max(size(len(terms), ranks.roles.num_ranks) for size in (payload_size, result_size)),
-            ),
+            agreement=Agreement(ranks, max(payload_size(len(terms)), result_size(len(terms)))),
             terms=terms,
             snapshot=Snapshot(model, on_stale_gradients, renewed=ranks.renews_gradients),
             weighting=weighting,
@@ -268,14 +265,15 @@ class UpdateWindow:
             roles = parts.ranks.roles
             told = [float(drawn is not None), float(samples * roles.counts_samples), float(more)]
             try:
-                ranks_with, held_samples, some_more, *stands = parts.agreement.exchange(
-                    [*told, *(stand.numbers(roles) if stand else ())], doing="drawing micro-batches"
+                heard = parts.agreement.exchange(
+                    [*told, *(stand.numbers() if stand else ())], doing="drawing micro-batches"
                 ).wait()
             except PoisonedWindowError as error:
                 parts.poisoned = str(error)
                 raise
+            ranks_with, held_samples, some_more = map(sum, heard[: len(told)])
             if stand is not None:
-                stand.refuse_others(stands, roles)
+                stand.refuse_others(heard[len(told) :], roles)
             if ranks_with == 0:
                 return
             # Only the end of the data is a tail; a short window before it is not dropped.

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from wholebatch.errors import OtherRankFailedError, PoisonedWindowError
-from wholebatch.ranks.base import PendingTotal, Ranks
+from wholebatch.ranks.base import PendingRows, Ranks
 from wholebatch.ranks.lost import ANSWER_S, last_words, silent_ranks
 
-# In a rank's own place of an exchange: its number of the exchange from 1 on, by which ranks that run
-# different code are told apart, or one of these.
+# What each rank tells first: its number of the exchange from 1 on, by which ranks that run different code
+# are told apart, or one of these.
 _FAILED = -1.0
 _POISONED = -2.0
 Place = Literal[
@@ -34,27 +34,27 @@ _PLACES: tuple[str, ...] = get_args(Place)
 class PendingExchange:
     """An exchange that this rank has begun."""
 
-    _sums: PendingTotal
+    _told: PendingRows
     _size: int
     _doing: str
-    _num_ranks: int
     _patience_s: float | None = None
 
-    def wait(self) -> list[float]:
-        """The payload, added up over the ranks.
+    def wait(self) -> list[tuple[float, ...]]:
+        """For each number of the payload what every rank gave, by rank.
 
         Raises:
             OtherRankFailedError: some rank failed instead; all roll this update back.
             PoisonedWindowError: some rank is beyond the point of no return, or is gone.
         """
         try:
-            sums = self._sums.wait()
+            rows = self._told.wait()
         except RuntimeError as error:
             raise PoisonedWindowError(
                 f"contact with another rank was lost while {self._doing}: "
                 f"{why_lost(_patience(self._patience_s))}. Restart from the last committed update ({error})"
             ) from error
-        states = [round(state) for state in sums[: self._num_ranks]]
+        told = list(zip(*rows, strict=True))
+        states = [round(state) for state in told[0]]
         if _POISONED in states:
             raise PoisonedWindowError(
                 f"{_ranks_at(states, _POISONED)} failed beyond the point of no return of an earlier "
@@ -74,14 +74,14 @@ class PendingExchange:
                 f"rank must make the same calls of window.batches, update and run. Restart from the last "
                 f"committed update"
             )
-        return sums[self._num_ranks : self._num_ranks + self._size]
+        return told[1 : 1 + self._size]
 
 
 class Agreement:
     """The exchanges of one window.
 
     Args:
-        ranks: the seam that adds vectors up.
+        ranks: the seam by which they tell each other.
         size: the largest payload, in numbers.
     """
 
@@ -114,16 +114,15 @@ class Agreement:
         self, state: float, payload: Sequence[float], doing: str, patience_s: float | None = None
     ) -> PendingExchange:
         assert len(payload) <= self._size, (len(payload), self._size)
-        roles = self._ranks.roles
-        vector = [*roles.slots(state), *payload, *[0.0] * (self._size - len(payload))]
+        row = [state, *payload, *[0.0] * (self._size - len(payload))]
         try:
-            sums = self._ranks.total(vector, patience_s)
+            told = self._ranks.tell(row, patience_s)
         except RuntimeError as error:
             raise PoisonedWindowError(
                 f"contact with another rank was lost while {doing}: {why_lost()}. Restart from the last "
                 f"committed update ({error})"
             ) from error
-        return PendingExchange(sums, len(payload), doing, roles.num_ranks, patience_s)
+        return PendingExchange(told, len(payload), doing, patience_s)
 
 
 def _ranks_at(states: Sequence[float], wanted: float) -> str:
@@ -148,7 +147,7 @@ def why_lost(waited: str = "the process group's timeout") -> str:
 
 
 def unlike_first(values: Sequence[object]) -> list[int]:
-    """The ranks whose value is not the first rank's, where each gave its own in its slot."""
+    """The ranks whose value is not the first rank's."""
     return [rank for rank, value in enumerate(values) if value != values[0]]
 
 

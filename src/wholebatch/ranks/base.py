@@ -35,11 +35,11 @@ from wholebatch.ranks.stepper import Stepper
 Reduce = Literal["per_update", "per_micro_batch", "after_agreement"]
 
 
-class PendingTotal(Protocol):
-    """A sum over ranks that is on its way."""
+class PendingRows(Protocol):
+    """A row of numbers from every rank that is on its way to all."""
 
-    def wait(self) -> list[float]:
-        """The sums; blocks until every rank has given its part, or until it is given up."""
+    def wait(self) -> list[list[float]]:
+        """The rows, by rank; blocks until every rank has given its own, or until it is given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,12 +87,6 @@ class Roles:
     def one_each(cls, rank: int, num_ranks: int) -> Roles:
         """Every rank is a replica."""
         return cls(rank=rank, replica_of=tuple(range(num_ranks)))
-
-    def slots(self, value: float) -> list[float]:
-        """``value`` in this rank's place and zero in all others: the sum over ranks tells each rank's."""
-        found = [0.0] * self.num_ranks
-        found[self.rank] = value
-        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,11 +184,11 @@ class Ranks(ABC):
         raise NotImplementedError(f"{type(self).__name__} lets ranks go without micro-batches")
 
     @abstractmethod
-    def total(self, vector: Sequence[float], patience_s: float | None = None) -> PendingTotal:
-        """Begin to add ``vector`` up over all ranks of the job, in float64 on the host.
+    def tell(self, row: Sequence[float], patience_s: float | None = None) -> PendingRows:
+        """Begin to tell all ranks of the job a row of numbers, and to hear theirs, in float64 on the host.
 
         Args:
-            vector: this rank's part.
+            row: this rank's; as long on every rank.
             patience_s: seconds after which it is given up; the group's timeout where None.
         """
 

@@ -1,6 +1,6 @@
 """What the ranks of a job say to each other, in torch's own collectives.
 
-Small vectors travel on the host, in a group apart from all other traffic; gradients and buffers in
+A few numbers travel on the host, in a group apart from all other traffic; gradients and buffers in
 flat buckets on the model's own group.
 """
 
@@ -22,20 +22,42 @@ _BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
 
 
 @dataclass(frozen=True, slots=True)
-class HostTotal:
-    """A small vector on its way: the sum over the ranks."""
+class HostRows:
+    """A row of numbers from every rank, on its way to all."""
 
-    vector: Tensor
+    rows: Tensor
     work: Any
 
-    def wait(self) -> list[float]:
-        """The sums; blocks until every rank has given its part."""
+    def wait(self) -> list[list[float]]:
+        """The rows, by rank; blocks until every rank has given its own."""
         self.work.wait()
-        return [float(value) for value in self.vector.tolist()]
+        found: list[list[float]] = self.rows.tolist()
+        return found
 
 
-class HostTotals:
-    """Sums of small vectors over the ranks of a job.
+def tell_all(group: dist.ProcessGroup, row: Sequence[float], patience_s: float | None = None) -> HostRows:
+    """Begin to tell all ranks of ``group`` a row of numbers, and to hear theirs, in float64.
+
+    Each rank sends its row straight to each other: one hop, where gloo's all-reduce takes several, each of
+    which wakes a thread on every rank.
+
+    Args:
+        group: of gloo.
+        row: this rank's; as long on every rank.
+        patience_s: seconds after which it is given up; the group's timeout where None.
+    """
+    ranks = group.size()
+    given = torch.tensor(row, dtype=torch.float64).repeat(ranks)
+    rows = torch.empty_like(given)
+    options = dist.AllToAllOptions()
+    if patience_s is not None:
+        # Its own, not a wait's: what is given up and still under way keeps a process from ending.
+        options.timeout = timedelta(seconds=patience_s)
+    return HostRows(rows.view(ranks, -1), group.alltoall_base(rows, given, [], [], options))
+
+
+class HostMessages:
+    """What the ranks of a job say to each other on the host.
 
     Args:
         group: the ranks. Held weakly, as torch owns its groups: one that outlives
@@ -47,26 +69,16 @@ class HostTotals:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group of the host vectors.
+        """The group that the messages travel in.
 
         Raises:
             RuntimeError: it was destroyed.
         """
         return alive(self._group)
 
-    def begin(self, vector: Sequence[float], patience_s: float | None = None) -> HostTotal:
-        """Begin to add ``vector`` up over the ranks, in float64.
-
-        Args:
-            vector: this rank's part.
-            patience_s: seconds after which it is given up; the group's timeout where None.
-        """
-        sums = torch.tensor(vector, dtype=torch.float64)
-        options = dist.AllreduceOptions()
-        if patience_s is not None:
-            # Its own, not a wait's: what is given up and still under way keeps a process from ending.
-            options.timeout = timedelta(seconds=patience_s)
-        return HostTotal(sums, self.group.allreduce([sums], options))
+    def tell(self, row: Sequence[float], patience_s: float | None = None) -> HostRows:
+        """As :func:`tell_all`."""
+        return tell_all(self.group, row, patience_s)
 
     def gather(self, mine: Any) -> list[Any]:
         """What each rank gave, by rank, on every rank."""
@@ -140,7 +152,7 @@ _APART = weakref.WeakKeyDictionary()
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for small vectors on the host, apart from all other traffic.
+    """A group of the same ranks for messages on the host, apart from all other traffic.
 
     Apart, because a rank that fails answers its exchange here while others may be inside a
     collective of the model's own group.
@@ -212,18 +224,19 @@ def copy_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None
         _copy_back(flat, parts)
 
 
-def held_by_some(parameters: Sequence[nn.Parameter], ranks_with: Sequence[float]) -> list[Tensor]:
+def held_by_some(parameters: Sequence[nn.Parameter], messages: HostMessages) -> list[Tensor]:
     """Gradients that some rank has, in one order; zeros in place of those that only this rank lacks.
 
     Args:
         parameters: in the same order on every rank.
-        ranks_with: how many ranks have a gradient of each.
+        messages: of the ranks; each calls this.
 
     Exactness: no arithmetic; the gradients themselves.
     """
+    having = messages.tell([float(parameter.grad is not None) for parameter in parameters]).wait()
     gradients: list[Tensor] = []
-    for parameter, holders in zip(parameters, ranks_with, strict=True):
-        if holders == 0:
+    for parameter, of_ranks in zip(parameters, zip(*having, strict=True), strict=True):
+        if not any(of_ranks):
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)

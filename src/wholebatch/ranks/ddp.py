@@ -88,7 +88,7 @@ class DDPRanks(SeveralRanks):
         if context_parallel is None:
             self.roles = Roles.one_each(rank, self._num_reducing)
         else:
-            self.roles = roles_of_mesh(self._totals, rank, self._num_reducing, context_parallel)
+            self.roles = roles_of_mesh(self._messages, rank, self._num_reducing, context_parallel)
         model.reducer._rebuild_buckets()  # pending where the model was trained before
         self._settles = not self._always_after and rebuilds_buckets(model)
         self._unsettled = False
@@ -349,9 +349,7 @@ class DDPRanks(SeveralRanks):
 
     def _present_on_any_rank(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Gradients that some rank has, in one order; zeros where only this rank has none."""
-        named = self._among(parameters)
-        holders = self.total([float(p.grad is not None) for _, p in named]).wait()
-        return held_by_some([parameter for _, parameter in named], holders)
+        return held_by_some([parameter for _, parameter in self._among(parameters)], self._messages)
 
 
 def _sparse(name: str, *, widened: bool) -> str:

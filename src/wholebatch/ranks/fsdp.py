@@ -68,7 +68,7 @@ class FSDPRanks(ShardingRanks):
         super().__init__(group, self._groups[0].device, reduce=reduce)
         self.divisor = float(mesh_size(self._groups))
         place, size = _place(self._groups[0].mesh_info)
-        self.roles = roles_of_mesh(self._totals, place, size, context_parallel)
+        self.roles = roles_of_mesh(self._messages, place, size, context_parallel)
         self.holders = self.roles.num_ranks
         self.data_shards = max(getattr(group.mesh_info, "shard_mesh_size", 1) for group in self._groups)
         self._refuse_ranks_beside()

@@ -232,7 +232,7 @@ class MegatronRanks(SeveralRanks):
         model, context = self._model, self._context_ranks()
         tensor_place = model.tp_group.rank()
         context_place = parallel_state.get_context_parallel_rank() if context > 1 else 0
-        replica_of = tuple(self._totals.gather(model.dp_group.rank()))
+        replica_of = tuple(self._messages.gather(model.dp_group.rank()))
         ranks_of_each = model.tp_group.size() * context
         if any(replica_of.count(one) != ranks_of_each for one in range(model.dp_group.size())):
             raise UnsupportedError(
@@ -242,7 +242,7 @@ class MegatronRanks(SeveralRanks):
                 f"process group of the ranks that train this model"
             )
         return Roles(
-            rank=dist.get_rank(self._totals.group),
+            rank=dist.get_rank(self._messages.group),
             replica_of=replica_of,
             counts_samples=tensor_place == context_place == 0,
             counts_items=tensor_place == 0,

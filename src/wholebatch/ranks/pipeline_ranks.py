@@ -24,7 +24,7 @@ from wholebatch.errors import UnsupportedError, WindowUsageError
 from wholebatch.gradients import is_sharded
 from wholebatch.ranks.agreement import name_ranks, unlike_first
 from wholebatch.ranks.base import Reduce, Roles, Traffic
-from wholebatch.ranks.collectives import HostTotals, held_by_some, sum_over_ranks
+from wholebatch.ranks.collectives import HostMessages, held_by_some, sum_over_ranks
 from wholebatch.ranks.fsdp import groups_of, held_back_in, mesh_size, refuse_own_reductions
 from wholebatch.ranks.pipeline import Call, Loss, PipelinedModel
 from wholebatch.ranks.several import PATIENCE_S, SpreadRanks, refuse_outside
@@ -119,8 +119,7 @@ class PipelineRanks(SpreadRanks):
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         assert self._copies is not None
         group = self._copies.get_group()
-        having = HostTotals(group).begin([float(parameter.grad is not None) for parameter in parameters])
-        sum_over_ranks(held_by_some(parameters, having.wait()), group)
+        sum_over_ranks(held_by_some(parameters, HostMessages(group)), group)
         self.reductions += 1
 
     def traffic(
@@ -149,8 +148,8 @@ class PipelineRanks(SpreadRanks):
         return copies
 
     def _find_roles(self) -> Roles:
-        told = self._totals.gather(_Place.of(self._model, self.group))
-        rank = dist.get_rank(self._totals.group)
+        told = self._messages.gather(_Place.of(self._model, self.group))
+        rank = dist.get_rank(self._messages.group)
         pipelines = sorted({place.pipeline for place in told})
         replica_of = tuple(pipelines.index(place.pipeline) for place in told)
         _refuse_other_places(told)

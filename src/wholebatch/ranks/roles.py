@@ -7,11 +7,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wholebatch.errors import UnsupportedError
 from wholebatch.ranks.base import Roles
-from wholebatch.ranks.collectives import HostTotals
+from wholebatch.ranks.collectives import HostMessages
 
 
 def roles_of_mesh(
-    totals: HostTotals, place: int, size: int, context_parallel: DeviceMesh | None = None
+    messages: HostMessages, place: int, size: int, context_parallel: DeviceMesh | None = None
 ) -> Roles:
     """The roles of ranks that take a mean over ``size`` places.
 
@@ -19,7 +19,7 @@ def roles_of_mesh(
     places of their own, and hold parts of the same samples.
 
     Args:
-        totals: all ranks of the job; each calls this.
+        messages: all ranks of the job; each calls this.
         place: this rank's among those over which gradients are reduced.
         size: how many places there are.
         context_parallel: one dimension of a mesh: the ranks that hold parts of the same sequences.
@@ -28,7 +28,7 @@ def roles_of_mesh(
         UnsupportedError: ranks that are not so many at each place.
     """
     sequence = tuple(_members(context_parallel)) if context_parallel is not None else ()
-    told = totals.gather((place, sequence))
+    told = messages.gather((place, sequence))
     places = [of_rank for of_rank, _ in told]
     if any(places.count(one) * size != len(places) for one in range(size)):
         raise UnsupportedError(
@@ -36,12 +36,12 @@ def roles_of_mesh(
             f"needs as many ranks as the others; the ranks stand at {places}. Give the window the process "
             f"group of the ranks that train this model"
         )
-    numbers = dict(zip(_members_of(totals), places, strict=True))
+    numbers = dict(zip(_members_of(messages), places, strict=True))
     # Context-parallel ranks of one replica go by the first place among them.
     keys = [min((numbers[member] for member in of_rank), default=own) for own, of_rank in told]
     replicas = {key: number for number, key in enumerate(sorted(set(keys)))}
     replica_of = tuple(replicas[key] for key in keys)
-    rank = dist.get_rank(totals.group)
+    rank = dist.get_rank(messages.group)
     return Roles(
         rank=rank,
         replica_of=replica_of,
@@ -62,5 +62,5 @@ def _members(mesh: DeviceMesh) -> list[int]:
     return dist.get_process_group_ranks(mesh.get_group())
 
 
-def _members_of(totals: HostTotals) -> list[int]:
-    return dist.get_process_group_ranks(totals.group)
+def _members_of(messages: HostMessages) -> list[int]:
+    return dist.get_process_group_ranks(messages.group)

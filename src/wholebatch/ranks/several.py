@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from wholebatch.errors import UnsupportedError
 from wholebatch.gradients import on_this_rank, total_norm
 from wholebatch.ranks.base import Ranks, Reduce
-from wholebatch.ranks.collectives import HostTotal, HostTotals, alive
+from wholebatch.ranks.collectives import HostMessages, HostRows, alive
 from wholebatch.ranks.norms import careful_norm_on_this_rank, norm_on_this_rank, num_shards
 
 # How long a rank that failed waits for others that may be inside a collective which it left.
@@ -34,8 +34,8 @@ class SeveralRanks(Ranks):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._totals = HostTotals(group)
-        self._weak_group = weakref.ref(group)  # as HostTotals
+        self._messages = HostMessages(group)
+        self._weak_group = weakref.ref(group)  # as HostMessages
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -46,11 +46,11 @@ class SeveralRanks(Ranks):
         """
         return alive(self._weak_group)
 
-    def total(self, vector: Sequence[float], patience_s: float | None = None) -> HostTotal:
-        return self._totals.begin(vector, patience_s)
+    def tell(self, row: Sequence[float], patience_s: float | None = None) -> HostRows:
+        return self._messages.tell(row, patience_s)
 
     def lend(self, batch: Any, device: torch.device) -> Any:
-        return self._totals.lend(batch, device)
+        return self._messages.lend(batch, device)
 
 
 class SpreadRanks(SeveralRanks):

@@ -15,17 +15,17 @@ _HOLDS_NOTHING_BACK = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    sums: list[float]
+    row: list[float]
 
-    def wait(self) -> list[float]:
-        return self.sums
+    def wait(self) -> list[list[float]]:
+        return [self.row]
 
 
 class SingleRank(Ranks):
     """A job of one rank: every question about the others has an answer at once."""
 
-    def total(self, vector: Sequence[float], patience_s: float | None = None) -> _Known:  # noqa: ARG002
-        return _Known(list(vector))
+    def tell(self, row: Sequence[float], patience_s: float | None = None) -> _Known:  # noqa: ARG002
+        return _Known(list(row))
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         pass

@@ -54,7 +54,7 @@ class TensorParallelRanks(SpreadRanks):
                 )
         super().__init__(group, next(model.parameters()).device)
         self._model = model
-        self.roles = roles_of_mesh(self._totals, 0, 1)
+        self.roles = roles_of_mesh(self._messages, 0, 1)
         self.holders = self.roles.num_ranks
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:

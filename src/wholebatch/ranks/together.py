@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.errors import JudgeError, WholebatchError
 from wholebatch.ranks.agreement import name_ranks, unlike_first, why_lost
-from wholebatch.ranks.collectives import host_group
+from wholebatch.ranks.collectives import host_group, tell_all
 from wholebatch.ranks.lost import is_lost_contact, leave_words
 
 T = TypeVar("T")
@@ -84,11 +83,11 @@ class Together:
 
         Exactness: exact for whole numbers below 2^53; else rounded once for every rank.
         """
-        sums = torch.tensor(list(values), dtype=torch.float64)
-        if self.ranks > 1:
-            with self._told_when_lost():
-                dist.all_reduce(sums, group=self.group)
-        return sums.tolist()
+        if self.group is None:
+            return list(map(float, values))
+        with self._told_when_lost():
+            rows = tell_all(self.group, values).wait()
+        return [sum(of_ranks) for of_ranks in zip(*rows, strict=True)]
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is up on any rank."""

@@ -172,8 +172,10 @@ def run_nan(rank: int, n: int, reduce: str) -> list[Any]:
 
         def loss(model: nn.Module, batch: Any, worker: Any = worker, index: int = index) -> Any:
             loss_sum, items = worker.loss(model, batch)
-            bad = rank == n - 1 and batch is worker.batches[index]
-            return (loss_sum * float("nan") if bad else loss_sum), items
+            if rank < n - 1 or batch is not worker.batches[index]:
+                return loss_sum, items
+            # of the second the gradient is finite all the same
+            return (loss_sum + float("inf") if index == 1 else loss_sum * float("nan")), items
 
         record = worker.window.run(worker.batches, loss)
         same = all(torch.equal(p, q) for p, q in zip(worker.model.parameters(), worker.before, strict=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -287,6 +288,53 @@ def _zero(stage: int) -> Engine:
     )
 
 
+# Megatron-Core -----------------------------------------------------------------------------------------
+
+
+@cache
+def _megatron() -> Any:
+    """``megatron.core``, with all ranks as replicas."""
+    if not torch.cuda.is_available():  # which it asks where it makes its buffers
+        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    from megatron import core
+    from megatron.core import distributed, parallel_state, transformer  # noqa: F401
+
+    parallel_state.initialize_model_parallel()
+    return core
+
+
+def _megatron_model(work: Work, *, per_token: bool) -> Any:
+    core, shape = _megatron(), work.shape
+    config = core.transformer.TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.width,
+        num_attention_heads=shape.heads,
+        use_cpu_initialization=True,
+        calculate_per_token_loss=per_token,
+    )
+    ddp = core.distributed.DistributedDataParallelConfig()
+    return core.distributed.DistributedDataParallel(config, ddp, new_model(work))
+
+
+def _megatron_by_hand(work: Work) -> Contender:
+    model, finalize = _megatron_model(work, per_token=True), _megatron().distributed.finalize_model_grads
+    parameters, optimizer = list(model.parameters()), _adamw(model)
+
+    def update(batches: list[MicroBatch]) -> None:
+        for index, batch in enumerate(batches):
+            with nullcontext() if index == len(batches) - 1 else model.no_sync():
+                sum_loss(model(batch["input_ids"]), batch["labels"]).backward()
+        finalize([model], num_items(batches, 1))  # which adds them up over the replicas, and divides
+        for parameter in parameters:
+            parameter.grad = parameter.main_grad
+        clip_grad_norm_(parameters, CLIP_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad_buffer()
+
+    return Contender(model=model, update=update)
+
+
 ENGINES = (
     _fsdp("FSDP2, per update", held_back=True),
     _fsdp("FSDP2, per micro-batch", held_back=False),
@@ -310,4 +358,12 @@ ENGINES = (
     _zero(1),
     _zero(2),
     _zero(3),
+    Engine(
+        name="Megatron-Core",
+        ranks=2,
+        replicas=2,
+        by_hand=_megatron_by_hand,
+        by_window=_by_window(lambda work: _megatron_model(work, per_token=False)),
+        package="megatron",
+    ),
 )

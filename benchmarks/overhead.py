@@ -86,7 +86,7 @@ def start_ranks(ranks: int, arguments: Sequence[str], script: str) -> int:
 
 def quiet() -> None:
     """Say nothing of what the peers and gloo warn about; none of it is about the update."""
-    warnings.filterwarnings("ignore", module=r"(accelerate|lightning|transformers|torch)\b")
+    warnings.filterwarnings("ignore", module=r"(accelerate|lightning|megatron|transformers|torch)\b")
 
 
 def _measure(work: Work, options: argparse.Namespace) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from wholebatch.ranks.base import Roles, Traffic
 from wholebatch.ranks.ddp import DDPRanks
 from wholebatch.ranks.roles import roles_of_mesh
 from wholebatch.ranks.single import SingleRank
+from wholebatch.result import GlobalResult, Result, result_size
 from wholebatch.tally import GlobalTally, Tally, payload_size
 
 
@@ -171,6 +174,48 @@ def test_ranks_that_differ_are_named() -> None:
     assert added_up([held(3, 1.0), held(3, 1.0), held(4, 1.0), held(5, 1.0)]).other_samples == [3]
     assert added_up([held(3, 1.0), held(3, 1.0, digest=8), held(4, 1.0), held(4, 1.0)]).other_samples == [1]
     assert added_up([held(3, 1.0, settings=9), *[held(3, 1.0)] * 3]).other_settings == [1, 2, 3]
+
+
+def found(**changed: Any) -> Result:
+    """What came out of two micro-batches, of 3 and 4 items, on one rank."""
+    same: dict[str, Any] = {
+        "nonfinite": False,
+        "norm": 3.0,
+        "norm_of_copies": 0.0,
+        "num_gradients": 2,
+        "losses": ((1.5,), (2.0,)),
+        "items": ((3.0,), (4.0,)),
+        "peak_memory_bytes": 100,
+    }
+    return Result(**{**same, **changed})
+
+
+def of_two(one: Result, other: Result) -> GlobalResult:
+    payloads = [
+        result.payload(roles=Roles.one_each(rank, 2), num_terms=1)
+        for rank, result in enumerate((one, other))
+    ]
+    assert {len(payload) for payload in payloads} == {result_size(1)}
+    return GlobalResult.of_ranks(list(zip(*payloads, strict=True)), num_terms=1)
+
+
+def test_what_came_out_on_two_ranks_is_added_up_and_compared() -> None:
+    both = of_two(found(), found(norm=3.0 + 1e-7, peak_memory_bytes=300))
+    assert (both.losses, both.items) == ((7.0,), (14.0,))
+    assert both.norm_of_parts == pytest.approx(math.sqrt(18.0))
+    assert (both.nonfinite, both.bad, both.peak_memory_bytes) == (False, (0, 0), [100, 300])
+    assert both.same_gradient
+    assert both.some_gradient
+    assert not of_two(found(), found(norm=3.01)).same_gradient
+    assert of_two(found(num_gradients=0), found()).some_gradient
+    assert of_two(found(), found(peak_memory_bytes=0)).peak_memory_bytes is None
+
+
+def test_what_is_not_finite_on_one_rank_is_so_for_all() -> None:
+    loss = of_two(found(), found(losses=((1.5,), (math.inf,))))
+    assert (loss.nonfinite, loss.bad) == (True, (0, 2))
+    gradient = of_two(found(), found(nonfinite=True, norm=math.nan))
+    assert (gradient.nonfinite, gradient.bad, gradient.same_gradient) == (True, (0, 0), True)
 
 
 def test_the_price_is_told_in_words() -> None:

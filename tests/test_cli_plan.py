@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -434,3 +435,28 @@ def test_python_minus_m_is_the_same_program() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: micro_batch_samples=0 is too small; it must be at least 1\n"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_ledger_fits_into_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = _shown_in(_Terminal(), columns=200, monkeypatch=monkeypatch)
+    assert wide == _shown_in(io.StringIO(), columns=80, monkeypatch=monkeypatch), "a file gets whole lines"
+    narrow = _shown_in(_Terminal(), columns=80, monkeypatch=monkeypatch)
+    assert max(len(line) for line in wide.splitlines()) > 120
+    assert max(len(line) for line in narrow.splitlines()) <= 80
+    assert narrow.split() == wide.split()
+    lines = narrow.splitlines()
+    items = next(place for place, line in enumerate(lines) if line.startswith("  items"))
+    column = lines[items].index("not known ahead")
+    assert lines[items + 1].startswith(" " * column + "all have the same number")
+
+
+def _shown_in(stream: io.StringIO, *, columns: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(PIPELINE) == 0
+    return stream.getvalue()

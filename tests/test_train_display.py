@@ -9,7 +9,9 @@ import pytest
 from rich.console import Console
 
 from runs import a_record
+from wholebatch.plan import plan_batch
 from wholebatch.record import Evaluation
+from wholebatch.report.ledger import plan_text
 from wholebatch.report.words import evaluation_words
 from wholebatch.train import display as display_module
 from wholebatch.train.display import LiveDisplay, PlainDisplay, Progress, choose_display
@@ -148,3 +150,17 @@ def test_both_displays_leave_evaluations_out_of_the_pace(
         clock.now += 1.0
         display.updated(a_record(update))
     assert display._progress.facts()["items/s"] == "900"
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_a_terminal_shows_the_ledger_in_columns(columns: int) -> None:
+    plan = plan_batch(global_batch_samples=32, micro_batch_samples=4, ranks=1)
+    ledger = plan_text(plan, ragged=True)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=columns, legacy_windows=False)
+    LiveDisplay(console, num_updates=4).say(ledger)
+    shown = file.getvalue()
+    assert shown.split() == ledger.split()
+    lines = shown.splitlines()
+    assert max(len(line) for line in lines) <= columns
+    assert [line for line in lines if line and not line.startswith("  ")] == ["One update"]

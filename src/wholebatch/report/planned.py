@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from inspect import signature
+from shutil import get_terminal_size
 from typing import Any, get_args
 
 from wholebatch.epochs import EpochLedger, IntervalName, Unit, compare_plans, resolve_interval
@@ -13,6 +14,7 @@ from wholebatch.errors import PlanError
 from wholebatch.plan import BatchPlan, plan_batch
 from wholebatch.report.ledger import plan_document, plan_text
 from wholebatch.report.output import text_stream, write_json
+from wholebatch.report.words import in_columns
 
 
 def plan_command(given: Mapping[str, Any]) -> int:
@@ -47,7 +49,10 @@ def plan_command(given: Mapping[str, Any]) -> int:
         extras["comparison"] = compare_plans(
             made, other, dataset_samples=data, epochs=passes, intervals=intervals
         )
-    text_stream(given["json_target"]).write(plan_text(made, **extras))
+    stream, text = text_stream(given["json_target"]), plan_text(made, **extras)
+    if stream.isatty():
+        text = in_columns(text, get_terminal_size().columns)
+    stream.write(text)
     write_json(plan_document(made, **extras), given["json_target"])
     return 0
 

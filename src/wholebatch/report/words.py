@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +18,32 @@ def number_of(number: int, one: str, more: str | None = None) -> str:
 def printable(text: object) -> str:
     """A name or a path without what a terminal would obey: ESC, say, becomes ``\\x1b``."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(text))
+
+
+def in_columns(text: str, columns: int) -> str:
+    """Break lines that a terminal of so many columns can't hold; they go on under their last column.
+
+    A line without columns goes on at the margin, and one that is set in by two more.
+
+    Args:
+        text: lines, whose columns are two blanks or more apart.
+        columns: of the terminal.
+    """
+    return "\n".join(piece for line in text.split("\n") for piece in _broken(line, columns))
+
+
+def _broken(line: str, columns: int) -> list[str]:
+    if len(line) <= columns:
+        return [line]
+    gaps = list(re.finditer(r" {2,}(?=\S)", line))
+    under = gaps[-1].end() if gaps else 0
+    if len(gaps) == 1 and gaps[0].start() == 0:
+        under += 2
+    if under > columns // 2:  # too narrow to keep the column
+        under = min(4, columns // 4)
+    return textwrap.wrap(
+        line, columns, subsequent_indent=" " * under, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def skip_words(record: UpdateRecord) -> str:

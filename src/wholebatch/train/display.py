@@ -15,7 +15,7 @@ from rich.text import Text
 
 from wholebatch.record import Evaluation, UpdateRecord
 from wholebatch.report.curves import sparkline
-from wholebatch.report.words import evaluation_words, skip_words
+from wholebatch.report.words import evaluation_words, in_columns, skip_words
 
 # The pace is shown over this many updates: one is too noisy, all too slow to follow.
 PACE_UPDATES = 20
@@ -151,7 +151,7 @@ class LiveDisplay:
 
     def say(self, text: str) -> None:
         """Print some words above the panel."""
-        self._console.print(Text(text))
+        self._console.print(Text(in_columns(text, self._console.width)))
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Print an evaluation above the panel."""

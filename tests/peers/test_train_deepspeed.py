@@ -173,12 +173,32 @@ def dealt(rank: int, n: int, folder: str) -> dict[str, Any]:
         found[f"changed in stage {stage}"] = differing(first, contents(checkpoints.save(window)))
         if stage:
             found[f"misfits of stage {stage}"] = misfits(window)
+    for stage in (1, 3):
+        found[f"put back in stage {stage}"] = put_back(deepspeed, stage, rank, f"{folder}/put-back")
     onto = ["parallel.strategy=deepspeed", "parallel.zero_stage=3"]
     resumed(checkpoint_paths(checkpoints.folder)[-1], *onto, world=world)
     in_turn = {"zero": {"round_robin_gradients": True}}
     for name, mode, more in (("half", "bf16", {}), ("stale", "fp32", {}), ("in turn", "fp32", in_turn)):
         engine = start(deepspeed, config_of(2, mode, **more))
         found[name] = refused_save(engine, rank, folder, stale=name == "stale")
+    return found
+
+
+def put_back(deepspeed: Any, stage: int, rank: int, folder: str) -> dict[str, list[str]]:
+    """What differs after a checkpoint of after the first update, and one of before, were loaded again."""
+    case = case_of("equal, full")
+    model = case.model().float()
+    model.register_buffer("seen", torch.full((3,), 5.0))
+    engine = start(deepspeed, config_of(stage), model=model, optimizer="AdamW")
+    window = UpdateWindow(engine, engine.optimizer, case.objective())
+    checkpoints, found = Checkpoints(f"{folder}/{stage}", keep_last=9), {}
+    saved = [checkpoints.save(window)]
+    window.run(case.batches()[rank % 2], loss_with(case.objective()))
+    saved.append(checkpoints.save(window))
+    for name, path in zip(("after", "before"), reversed(saved), strict=True):
+        engine.module.seen.zero_()
+        checkpoints.load(window, which=path)
+        found[name] = differing(contents(path), contents(checkpoints.save(window)))
     return found
 
 
@@ -211,6 +231,8 @@ def test_a_checkpoint_goes_through_every_stage_without_a_changed_bit(runs: Any, 
     for found in run_ranks(dealt, 3, str(tmp_path / "run"), timeout_s=150):
         for stage in range(4):
             assert found[f"changed in stage {stage}"] == []
+        for stage in (1, 3):
+            assert found[f"put back in stage {stage}"] == {"before": [], "after": []}
         for stage in (1, 2, 3):
             fits, uneven, without = found[f"misfits of stage {stage}"]
             assert fits is None

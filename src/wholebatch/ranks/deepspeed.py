@@ -65,7 +65,7 @@ class DeepSpeedRanks(SeveralRanks):
         self.equal_turns = self._per_micro_batch
         self.patience_s = PATIENCE_S if self._per_micro_batch else None  # others may be in a collective
         self.reduces_at_the_end = not self._per_micro_batch
-        self._found: tuple[bool, bool | None] = (True, None)
+        self._found: bool | None = None
         self._forwarded = self._last = False
         self._mark: list[tuple[int, int]] = []
         self._known = {name: id(one) for name, one in trainable(engine.module)}
@@ -105,9 +105,8 @@ class DeepSpeedRanks(SeveralRanks):
     # One update ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        engine = self._engine
-        self._found = (engine.enable_backward_allreduce, engine._is_gradient_accumulation_boundary)
-        check_config(engine)
+        self._found = self._engine._is_gradient_accumulation_boundary
+        check_config(self._engine)
         self._refuse_destroyed()
         self._refuse_other_parameters()
         if not self.held.is_empty():
@@ -129,14 +128,14 @@ class DeepSpeedRanks(SeveralRanks):
         engine = self._engine
         self._forwarded, self._last = False, last
         self.synchronises = self._per_micro_batch
+        engine.enable_backward_allreduce = self._per_micro_batch
+        # Told in the backward alone, so that a step of the loop's own does nothing.
+        engine.set_gradient_accumulation_boundary(False)
         try:
-            engine.enable_backward_allreduce = self._per_micro_batch
-            # Told in the backward alone, so that a step of the loop's own does nothing.
-            engine.set_gradient_accumulation_boundary(False)
             yield
         finally:
             self.synchronises = False
-            self._put_switches_back()
+            engine.enable_backward_allreduce = True  # as begin found it
 
     def check_forward(self) -> None:
         if self._engine.inside_no_sync_ctxt:
@@ -148,9 +147,8 @@ class DeepSpeedRanks(SeveralRanks):
             )
 
     def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
-        # The engine takes one scalar. In float32 or wider, so that neither a seed nor its loss scale can
-        # leave the range of a half-precision loss.
-        terms = [(_wide(loss) * _wide(seed)).sum() for loss, seed in roots]
+        # The engine takes one scalar.
+        terms = [(loss * seed).sum() for loss, seed in roots]
         total: Tensor = torch.stack(terms).sum() if len(terms) > 1 else terms[0]
         self._engine.set_gradient_accumulation_boundary(self._per_micro_batch and self._last)
         self._engine.backward(total, scale_wrt_gas=False)
@@ -169,14 +167,10 @@ class DeepSpeedRanks(SeveralRanks):
             )
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: ARG002
-        engine = self._engine
-        engine.set_gradient_accumulation_boundary(True)
-        try:
-            self.held.prepare()
-            engine.allreduce_gradients()
-            self.reductions += 1
-        finally:
-            self._put_switches_back()
+        self._engine.set_gradient_accumulation_boundary(True)
+        self.held.prepare()
+        self._engine.allreduce_gradients()
+        self.reductions += 1
 
     def as_of_one_rank(self, model: nn.Module, optimizers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:  # noqa: ARG002
         whole, optimizer = as_of_one_rank(self._engine, self.held)
@@ -205,7 +199,7 @@ class DeepSpeedRanks(SeveralRanks):
         )
 
     def end(self, *, committed: bool) -> None:
-        self._put_switches_back()
+        self._engine._is_gradient_accumulation_boundary = self._found
         if not committed:
             self.held.clear()
 
@@ -224,7 +218,8 @@ class DeepSpeedRanks(SeveralRanks):
 
     @torch.no_grad()
     def careful_norm(self, gradients: Sequence[Tensor]) -> float:  # noqa: ARG002
-        return super().careful_norm(self.held.pieces()) / (self._stepper.loss_scale() or 1.0)
+        # Where there is a loss scale it is infinite: the squares of float16 do not leave float32.
+        return super().careful_norm(self.held.pieces())
 
     # What can't be run exactly ------------------------------------------------------------------------
 
@@ -268,12 +263,6 @@ class DeepSpeedRanks(SeveralRanks):
                 f"initialize ({changed[0]}), and the engine does not know; initialise it again, and "
                 f"build a window over that"
             )
-
-    def _put_switches_back(self) -> None:
-        engine = self._engine
-        engine.enable_backward_allreduce, boundary = self._found
-        engine._is_gradient_accumulation_boundary = boundary
-        _tell_optimizer(engine)
 
     def _note_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled():
@@ -333,7 +322,7 @@ class EngineStepper:
     def scaled(self, seed: Tensor) -> Tensor:
         """``seed`` times the loss scale, where ``engine.backward`` does not multiply by it."""
         scale = self.loss_scale()
-        return seed if scale is None or self._scales_itself else seed.to(torch.float32) * scale
+        return seed if scale is None or self._scales_itself else seed * scale
 
     def correct(self, factor: float) -> None:
         """Multiply the reduced gradient in place.
@@ -348,31 +337,14 @@ class EngineStepper:
         Returns:
             False where the engine itself found an overflow: it skipped, and backed its loss scale off.
         """
-        engine = self._engine
-        found = engine._is_gradient_accumulation_boundary
-        engine.set_gradient_accumulation_boundary(True)
-        try:
-            engine.step()
-        finally:
-            engine._is_gradient_accumulation_boundary = found
-            _tell_optimizer(engine)
-        return bool(engine.was_step_applied())
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.step()
+        return bool(self._engine.was_step_applied())
 
     def drop(self) -> None:
         """Forget the gradient; no parameter, no state of the optimizer, no counter of the engine moves."""
         self._held.clear()
 
 
-def _tell_optimizer(engine: Any) -> None:
-    """Let the optimizer's copy of the switch follow the engine's."""
-    tell = getattr(engine.optimizer, "set_gradient_accumulation_boundary", None)
-    if tell is not None:
-        tell(bool(engine.is_gradient_accumulation_boundary()))
-
-
 def _names(optimizers: Sequence[Any]) -> str:
     return ", ".join(type(one).__name__ for one in optimizers) or "none"
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

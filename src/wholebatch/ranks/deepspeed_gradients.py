@@ -100,13 +100,7 @@ class InWholeBuffer(Held):
         return list(self._optimizer.bf16_groups)
 
     def pieces(self) -> list[Tensor]:
-        has = self._optimizer.fp32_groups_has_gradients
-        return [
-            gradient
-            for i, group in enumerate(self._optimizer.fp32_groups_gradients)
-            for j, gradient in enumerate(group)
-            if has[i][j]
-        ]
+        return [one for group in self._optimizer.fp32_groups_gradients for one in group]
 
     def waiting(self) -> list[Tensor]:
         return list(self._optimizer.fp32_groups_gradients_flat)
@@ -209,7 +203,6 @@ class InShards(Held):
         optimizer.averaged_gradients = {}
         for bucket in optimizer.ipg_buckets.values():
             bucket.clear_params()
-        optimizer.parameter_offload.release_backward_leftovers()
         optimizer._partition_all_parameters()
 
 

@@ -294,7 +294,7 @@ class PiecedOptimizer(WholeOptimizer):
             utils.safe_set_full_optimizer_state(parameter, value, key)
             return
         size = parameter.ds_tensor.numel()
-        start = min(size * self._rank, value.numel())
+        start = size * self._rank
         part = value.flatten()[start : start + size]
         utils.safe_set_local_optimizer_state(parameter, F.pad(part, (0, size - part.numel())), key)
 
@@ -316,7 +316,7 @@ def _cut_keys(piece: _Piece, states: Sequence[Mapping[str, Any]]) -> set[str]:
         key
         for one, values in zip(piece.parameters, states, strict=True)
         for key, value in values.items()
-        if (shape := _shape(value)) and shape == list(getattr(one, "ds_shape", one.shape))
+        if _shape(value) == list(getattr(one, "ds_shape", one.shape))
     }
 
 

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import environments
@@ -36,7 +38,7 @@ from megatron_rounds import (
 )
 from problems import Case, loss_with, watch_gradients
 from ranks import run_ranks
-from wholebatch.errors import OtherRankFailedError, PlanError, WholebatchError
+from wholebatch.errors import OtherRankFailedError, PlanError, PoisonedWindowError, WholebatchError
 from wholebatch.losses import token_loss
 from wholebatch.objective import counted_loss
 from wholebatch.plan import plan_batch
@@ -80,7 +82,10 @@ def in_other_modes(rank: int, _n: int) -> dict[Any, Any]:
             truth = Truth(wrapped, steps, "AdamW")
             for seed, shape in enumerate(SHAPES):
                 one = case_of(shape, seed)
-                found[mode, dtype, shape] = truth.update(window, one, rank, loss_with(one.objective()))
+                told = truth.update(window, one, rank, loss_with(one.objective()))
+                sums = torch.stack([p.main_grad.norm() for p in wrapped.parameters()]).norm()
+                told["norm of sums"] = told["record"].gradient_norm / float(sums) - 1.0
+                found[mode, dtype, shape] = told
     return found
 
 
@@ -94,6 +99,7 @@ def test_gradient_and_weights_are_those_of_the_big_batch(of_two: Any) -> None:
             assert record.reductions == 1, key
             assert record.micro_batches == sum(map(len, SHAPES[shape])), key
             assert abs(found["norm"]) < 4 * EPS[dtype], (key, found)
+            assert abs(found["norm of sums"]) < 4 * EPS["fp32"], (key, found)  # not of what is delivered
             assert found["gradient"] < 4 * EPS[dtype], (key, found)
             assert found["weights"] < (1e-12 if dtype == "fp64" else 1e-30), (key, found)
 
@@ -127,11 +133,17 @@ def exceptional(rank: int, _n: int, mode: str) -> dict[str, Any]:
         wrapped.zero_grad_buffer()
         return loss(model, batch)
 
+    # a backward of one's own, before Megatron has learnt what one reaches, of a part of a bucket
+    wrapped.module.head.bias.sum().backward()
+    wrapped.force_all_reduce = True
     found["first"] = truth.update(window, case, rank, loss)
+    found["switch"] = wrapped.force_all_reduce
+    wrapped.force_all_reduce = False
     try:
         window.run(case.batches()[rank], failing)
     except (ZeroDivisionError, OtherRankFailedError) as error:
         found["failed"] = type(error).__name__
+    found["cleared buffers"] = not any(bool(buffer.grad_data.any()) for buffer in wrapped.buffers)
     found["again"] = truth.update(window, case, rank, loss)
     before = [parameter.detach().clone() for parameter in wrapped.parameters()]
     found["skipped"] = window.run(case.batches()[rank], infinite)
@@ -173,6 +185,8 @@ def test_failures_skips_and_late_denominators_leave_exact_updates(of_two: Any, m
     assert [found.pop("failed") for found in results] == ["OtherRankFailedError", "ZeroDivisionError"]
     for found in results:
         assert found.pop("unmoved")
+        assert found.pop("switch")
+        assert found.pop("cleared buffers")
         assert found.pop("skipped").outcome == "skipped_nonfinite"
         assert "gradients were written or cleared" in found.pop("cleared")
         traffic = found.pop("traffic")
@@ -240,7 +254,7 @@ def test_each_variant_without_what_makes_it_exact_is_far_from_it() -> None:
         assert not found
 
 
-def over_tensor_ranks(_rank: int, _n: int) -> dict[str, Any]:
+def over_tensor_ranks(rank: int, _n: int) -> dict[str, Any]:
     """Two replicas of two tensor-parallel ranks, clipped, against the uncut model."""
     core = megatron_here(tensor=2)
     case = Case(counts=[[[5, 2], [3]], [[4, 1], [5, 5]]])
@@ -270,8 +284,33 @@ def over_tensor_ranks(_rank: int, _n: int) -> dict[str, Any]:
         patch.setattr(seam.MegatronRanks, "_by_copies", lambda _, gradients: {1.0: list(gradients)})
         twice = window.run(mine, loss_with(case.objective()))
     once = window.run(mine, loss_with(case.objective()))
+
+    def large(model: Any, batch: Any) -> Any:  # the squares of its gradient leave float64
+        given, items = loss_with(case.objective())(model, batch)
+        return given * 1e160, items
+
+    squares = window.run(mine, large)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with pytest.raises(WholebatchError) as refusal:
+        UpdateWindow(wrapped, optimizer, case.objective(), process_group=pairs[rank // 2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "PATIENCE_S", 2.0)
+        window = UpdateWindow(wrapped, optimizer, case.objective())
+
+    def failing(model: Any, batch: Any) -> Any:
+        if rank == 0:  # whose neighbour waits for it in the forward
+            raise ZeroDivisionError
+        return loss_with(case.objective())(model, batch)
+
+    began = time.monotonic()
+    with pytest.raises((ZeroDivisionError, PoisonedWindowError)):
+        window.run(mine, failing)
     return {
         "record": record,
+        "loss": record.loss_per_item / float(total / items) - 1.0,
+        "squares": squares.gradient_norm / once.gradient_norm / 1e160 - 1.0,
+        "refused": str(refusal.value),
+        "waited": time.monotonic() - began,
         "norm": record.gradient_norm / norm - 1.0,
         "apart": apart,
         "counted twice": twice.gradient_norm / once.gradient_norm - 1.0,
@@ -279,12 +318,20 @@ def over_tensor_ranks(_rank: int, _n: int) -> dict[str, Any]:
 
 
 def test_tensor_parallel_ranks_share_a_replica() -> None:
-    for found in run_ranks(over_tensor_ranks, 4, timeout_s=60):
+    outcomes = run_ranks(over_tensor_ranks, 4, expect="outcomes", timeout_s=60)
+    for found in (outcome[1] for outcome in outcomes):
         record = found["record"]
         assert (record.samples, record.micro_batches, record.items) == (7, 4, 18)
         assert abs(found["norm"]) < 1e-12
         assert found["apart"] < 1e-14
         assert found["counted twice"] > 1e-2
+        assert abs(found["loss"]) < 1e-12
+        assert abs(found["squares"]) < 1e-12
+        assert (
+            "Megatron has 2 replicas of 2 ranks each (tensor x context parallel = 2 x 1)"
+            in found["refused"]
+        )
+        assert found["waited"] < 20
 
 
 def over_context_ranks(_rank: int, _n: int) -> dict[str, Any]:
@@ -363,21 +410,39 @@ def refused(_rank: int, _n: int) -> dict[str, str]:
     def saying(
         name: str, mode: dict[str, Any], *, dtype: torch.dtype = torch.float32, **named: Any
     ) -> None:
-        wrapped = wrap(core, case.model(dtype), "plain", **mode)
+        wrapped = wrap(core, named.pop("module", None) or case.model(dtype), "plain", **mode)
         optimizer = named.pop("optimizer", None) or torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        set_before, set_later = named.pop("before", {}), named.pop("later", {})
         try:
+            for key, value in set_before.items():
+                setattr(wrapped.ddp_config, key, value)
             window = UpdateWindow(wrapped, optimizer, case.objective(), **named)
-            window.run(case.batches()[0], loss_with(case.objective()))
+            for key, value in set_later.items():
+                setattr(wrapped.ddp_config, key, value)
+            found[name] = window.run(case.batches()[0], loss_with(case.objective())).outcome
         except WholebatchError as error:
             found[name] = str(error)
 
     gathers = {"overlap_param_gather": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True}
     saying("gathers", gathers)
     saying("NaN", {"check_for_nan_in_grad": True})
+    saying("large", {"check_for_large_grads": True})
+    saying("later", {}, later={"check_for_nan_in_grad": True})
+    saying("instances", {}, before={"num_distributed_optimizer_instances": 2})
+    for switch in ("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather", "delay_wgrad_compute"):
+        saying(switch, {}, before={switch: True})
     saying("experts", {"model": {"num_moe_experts": 2}})
+    saying("tokens ahead", {"model": {"mtp_num_layers": 1}})
+    expert, frozen = case.model(torch.float32), case.model(torch.float32)
+    expert.hidden.weight.allreduce = False
+    saying("expert", {}, module=expert)
+    frozen.embedding.requires_grad_(False)
+    saying("frozen", {}, module=frozen)
+    saying("all frozen", {}, module=case.model(torch.float32).requires_grad_(False))
     saying("each time", {}, reduce="per_micro_batch")
     saying("divisor", {}, reduction_divisor=2)
     saying("narrow", {"grad_reduce_in_fp32": False}, dtype=torch.bfloat16)
+    saying("narrow as asked", {}, dtype=torch.bfloat16, accumulate_in=torch.bfloat16)
     saying("outside", {}, optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
 
     class FP32Optimizer(torch.optim.SGD):
@@ -402,10 +467,21 @@ def test_what_is_not_exact_is_refused_by_name() -> None:
     says = {
         "gathers": "(overlap_param_gather=True) gathers shards in the forward",
         "NaN": "(check_for_nan_in_grad=True) ends the one rank",
+        "large": "(check_for_large_grads=True) may end one rank",
+        "later": "(check_for_nan_in_grad=True) ends the one rank",
+        "instances": "num_distributed_optimizer_instances=2",
+        "reuse_grad_buf_for_mxfp8_param_ag": "keeps parameters where gradients are added up",
+        "fp8_param_gather": "keeps parameters in fp8",
+        "delay_wgrad_compute": "computes gradients of weights after the backward",
         "experts": "num_moe_experts=2: the loss of the balance of experts",
+        "tokens ahead": "mtp_num_layers=1: the loss of multi-token prediction",
+        "expert": "has expert-parallel parameters",
+        "frozen": "applied",
+        "all frozen": "no parameter was trainable when Megatron's DistributedDataParallel wrapped",
         "each time": 'reduces "per_update" or "after_agreement"',
         "divisor": "reduction_divisor=2",
         "narrow": "added up in bfloat16",
+        "narrow as asked": "applied",
         "outside": "1 of the optimizer's 1 parameters have no place in the buffers",
         "own": "FP32Optimizer is an optimizer of Megatron's own",
         "sharded": "the model is a megatron.FullyShardedDataParallel",

@@ -74,7 +74,7 @@ class MegatronRanks(SeveralRanks):
         self._overlaps = model.ddp_config.overlap_grad_reduce and reduce != "after_agreement"
         # A torch optimizer steps on whole gradients.
         self._whole = bool(model.ddp_config.use_distributed_optimizer)
-        self._found_force = bool(model.force_all_reduce)
+        self._found_force = False
         self._stepped: list[nn.Parameter] = []
         self._wide: WideGradients | None = None
         self._mark: list[int] = []
@@ -105,7 +105,6 @@ class MegatronRanks(SeveralRanks):
     def begin(self) -> None:
         self._refuse_modes()
         self.reductions = 0
-        self.reduces_at_the_end = not self._overlaps
         self._found_force = bool(self._model.force_all_reduce)
         self._model.force_all_reduce = self._whole
         self._forget_reached()
@@ -152,19 +151,17 @@ class MegatronRanks(SeveralRanks):
 
     def end(self, *, committed: bool) -> None:
         self._model.force_all_reduce = self._found_force
-        self._wide = None
         if not committed:
-            self._forget_reached()
             self._model.zero_grad_buffer()
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        if self._model.tp_group.size() == 1 or not gradients:
+        if self._model.tp_group.size() == 1:
             return super().gradient_norm(gradients)
         parts, device = self._by_copies(gradients), gradients[0].device
         return norm_of_parts(parts, group=self._model.tp_group, device=device)
 
     def careful_norm(self, gradients: Sequence[Tensor]) -> float:
-        if self._model.tp_group.size() == 1 or not gradients:
+        if self._model.tp_group.size() == 1:
             return super().careful_norm(gradients)
         parts, device = self._by_copies(gradients), gradients[0].device
         return careful_norm_of_parts(parts, group=self._model.tp_group, device=device)
@@ -260,20 +257,16 @@ class MegatronRanks(SeveralRanks):
         return parts
 
     def _divides_by(self) -> float:
-        """What the reduction divides by, as each bucket has it."""
-        found = set()
-        for group in self._model.bucket_groups:
-            for bucket in group.buckets:
-                averaged = self._model.ddp_config.average_in_collective
-                found.add(
-                    (self._model.dp_cp_group.size() if averaged else 1) / bucket.gradient_scaling_factor
-                )
-        if len(found) != 1:
+        """What the reduction divides by, the same for all parameters but those of experts."""
+        model = self._model
+        if not model.buffers:
             raise UnsupportedError(
-                f"the buckets of Megatron's DistributedDataParallel divide by {sorted(found)}; one model "
-                f"needs one divisor"
+                "no parameter was trainable when Megatron's DistributedDataParallel wrapped the model, so "
+                "there is no gradient to reduce; wrap one that has some"
             )
-        return float(round(found.pop()))
+        averaged = model.dp_cp_group.size() if model.ddp_config.average_in_collective else 1
+        factor: float = model.buffers[0].gradient_scaling_factor
+        return float(round(averaged / factor))
 
     # What can't be run exactly ---------------------------------------------------------------------
 

@@ -125,17 +125,14 @@ class DeepSpeedRanks(SeveralRanks):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        engine = self._engine
         self._forwarded, self._last = False, last
         self.synchronises = self._per_micro_batch
-        engine.enable_backward_allreduce = self._per_micro_batch
         # Told in the backward alone, so that a step of the loop's own does nothing.
-        engine.set_gradient_accumulation_boundary(False)
+        self._engine.set_gradient_accumulation_boundary(False)
         try:
             yield
         finally:
             self.synchronises = False
-            engine.enable_backward_allreduce = True  # as begin found it
 
     def check_forward(self) -> None:
         if self._engine.inside_no_sync_ctxt:

@@ -458,10 +458,9 @@ def refused(rank: int, n: int) -> dict[str, str]:
             named["scheduler"] = per_update(
                 torch.optim.lr_scheduler.LambdaLR(engine.basic_optimizer, lambda _: 1.0)
             )
+        optimizers = [named.pop("optimizer", engine.optimizer), *named.pop("and_optimizers", ())]
         try:
-            UpdateWindow(
-                engine, named.pop("optimizer", engine.optimizer), objective, clip_grad_norm=clip, **named
-            )
+            UpdateWindow(engine, optimizers, objective, clip_grad_norm=clip, **named)
         except WholebatchError as error:
             found[name] = str(error)
 
@@ -473,7 +472,9 @@ def refused(rank: int, n: int) -> dict[str, str]:
     saying("sum", config={"gradient_allreduce_op": "sum"})
     saying("whole", reduce="per_micro_batch")
     saying("sharded", 2, reduce="after_agreement")
-    saying("other", optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
+    another = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    saying("other", optimizer=another)
+    saying("two", and_optimizers=[another])
     warmup = {"type": "WarmupLR", "params": {}}
     saying("outside", beside=[torch.nn.Parameter(torch.zeros(3))])
     saying("schedules", schedule=True, config={"scheduler": warmup})
@@ -593,6 +594,7 @@ def test_contradictions_are_refused_with_both_numbers(told: Any) -> None:
         "whole": 'reduce="per_micro_batch" with ZeRO 0',
         "sharded": 'reduce="after_agreement" with ZeRO 2',
         "other": "was given 1 optimizers (SGD) and a DeepSpeed engine steps its own, a SGD",
+        "two": "was given 2 optimizers (SGD, SGD) and a DeepSpeed engine steps its own",
         "outside": "1 of the optimizer's 6 parameters are not in the module of the DeepSpeed engine",
         "schedules": "was given 1 schedules and the DeepSpeed engine moves its own WarmupLR",
     }

@@ -155,7 +155,7 @@ class MegatronRanks(SeveralRanks):
             self._model.zero_grad_buffer()
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        if self._model.tp_group.size() == 1:
+        if self._model.tp_group.size() == 1 or not gradients:
             return super().gradient_norm(gradients)
         parts, device = self._by_copies(gradients), gradients[0].device
         return norm_of_parts(parts, group=self._model.tp_group, device=device)

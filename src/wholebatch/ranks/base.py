@@ -192,21 +192,21 @@ class Ranks(ABC):
             patience_s: seconds after which it is given up; the group's timeout where None.
         """
 
-    def check_optimizers(self, optimizers: Sequence[Any]) -> None:  # noqa: B027 - most take any
+    def check_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Refuse optimizers that don't step on what the engine leaves in ``.grad``."""
 
     @abstractmethod
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse parameters of the optimizer whose gradients the engine would not reduce."""
 
-    def check_plan(self, plan: AnyPlan) -> None:  # noqa: B027 - most engines have no settings of their own
+    def check_plan(self, plan: AnyPlan) -> None:
         """Refuse a plan that the engine's own settings contradict."""
 
     @abstractmethod
     def begin(self) -> None:
         """Note the engine's switches before the first micro-batch of an update."""
 
-    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:  # noqa: B027 - few ask
+    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
         """Take in what the ranks told each other: whether their micro-batches differ in number,
         how many ranks have none, and whether some rank needs a reset."""
 
@@ -233,20 +233,20 @@ class Ranks(ABC):
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """The scope of one forward and backward; holds the reduction back unless it belongs here."""
 
-    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027 - as above
+    def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse, while it can still be rolled back, what the reduction at the end can't add up."""
 
-    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027 - as above
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         """Do the one reduction of a window that was held back as a whole."""
 
-    def share_buffers(self) -> None:  # noqa: B027 - most leave buffers to each rank, and so does the window
+    def share_buffers(self) -> None:
         """Give every replica the buffers that the engine would have shared in its forward."""
 
     @abstractmethod
     def end(self, *, committed: bool) -> None:
         """Put the engine's switches back as :meth:`begin` found them; forget what was under way."""
 
-    def check_forward(self) -> None:  # noqa: B027 - as above
+    def check_forward(self) -> None:
         """Refuse before a backward that would not reduce although it should."""
 
     def gradients_written(self) -> bool:
@@ -254,7 +254,7 @@ class Ranks(ABC):
         its last backward or the start of the update."""
         return False
 
-    def check_window(  # noqa: B027 - as above
+    def check_window(
         self, batches: Sequence[Any], wide: WideGradients, parameters: Sequence[nn.Parameter]
     ) -> None:
         """Take in a rank's micro-batches, where ``runs_windows``, before the ranks first meet.
@@ -297,7 +297,7 @@ class Ranks(ABC):
         """
         return total_norm(gradients) if gradients else torch.zeros(())
 
-    def norm_of_copies(self, gradients: Sequence[Tensor]) -> Tensor | float:  # noqa: ARG002
+    def norm_of_copies(self, gradients: Sequence[Tensor]) -> Tensor | float:
         """The norm of those gradients that ``roles.copies`` ranks must have alike; 0 where it is one."""
         return 0.0
 

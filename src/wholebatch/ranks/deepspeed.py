@@ -118,7 +118,7 @@ class DeepSpeedRanks(SeveralRanks):
         self.held.begin()
         self._mark = self.held.mark()
 
-    def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:  # noqa: ARG002
+    def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:
         _, added_up_in = self._engine.get_data_types()
         wide.refuse_narrow([added_up_in], micro_batches=micro_batches, why=DEEPSPEED)
         return False
@@ -163,20 +163,20 @@ class DeepSpeedRanks(SeveralRanks):
                 "sparse=False"
             )
 
-    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: ARG002
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         self._engine.set_gradient_accumulation_boundary(True)
         self.held.prepare()
         self._engine.allreduce_gradients()
         self.reductions += 1
 
-    def as_of_one_rank(self, model: nn.Module, optimizers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:  # noqa: ARG002
+    def as_of_one_rank(self, model: nn.Module, optimizers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         whole, optimizer = as_of_one_rank(self._engine, self.held)
         return whole, [optimizer]
 
     def traffic(
         self,
-        wide: WideGradients,  # noqa: ARG002
-        parameters: Sequence[nn.Parameter],  # noqa: ARG002
+        wide: WideGradients,
+        parameters: Sequence[nn.Parameter],
         micro_batches: int,
     ) -> Traffic:
         """By DeepSpeed's own rules; stage 3 may gather less, for small and just used parameters stay."""
@@ -203,7 +203,7 @@ class DeepSpeedRanks(SeveralRanks):
     # The norm -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The Euclidean norm of what this rank holds of the reduced gradient, without the loss scale.
 
         Args:
@@ -214,7 +214,7 @@ class DeepSpeedRanks(SeveralRanks):
         return super().gradient_norm(self.held.pieces()) / (self._stepper.loss_scale() or 1.0)
 
     @torch.no_grad()
-    def careful_norm(self, gradients: Sequence[Tensor]) -> float:  # noqa: ARG002
+    def careful_norm(self, gradients: Sequence[Tensor]) -> float:
         # Where there is a loss scale it is infinite: the squares of float16 do not leave float32.
         return super().careful_norm(self.held.pieces())
 

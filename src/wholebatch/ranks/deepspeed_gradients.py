@@ -60,10 +60,10 @@ class Held(ABC):
     def clear(self) -> None:
         """Forget every gradient, also of a backward that was left half way."""
 
-    def begin(self) -> None:  # noqa: B027 - most have nothing to do
+    def begin(self) -> None:
         """Before the first micro-batch of an update."""
 
-    def prepare(self) -> None:  # noqa: B027
+    def prepare(self) -> None:
         """Before the one reduction of a window that was held back as a whole."""
 
     def parameters(self) -> list[nn.Parameter]:

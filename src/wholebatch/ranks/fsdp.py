@@ -119,8 +119,8 @@ class FSDPRanks(ShardingRanks):
 
     def traffic(
         self,
-        wide: WideGradients,  # noqa: ARG002
-        parameters: Sequence[nn.Parameter],  # noqa: ARG002
+        wide: WideGradients,
+        parameters: Sequence[nn.Parameter],
         micro_batches: int,
     ) -> Traffic:
         outermost: list[Any] = []

@@ -94,7 +94,7 @@ class FSDP1Ranks(ShardingRanks):
                 handle._writeback_orig_params()  # what was written between updates; inside, nothing may be
             handle._skip_writeback_check = True
 
-    def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:  # noqa: ARG002
+    def widens(self, wide: WideGradients, parameters: Sequence[nn.Parameter], micro_batches: int) -> bool:
         kept = SHARDED_FSDP1 if self._per_micro_batch else HELD_BACK_FSDP1
         dtypes = [
             handle.flat_param.dtype if self._per_micro_batch else handle._fwd_bwd_param_dtype
@@ -106,8 +106,8 @@ class FSDP1Ranks(ShardingRanks):
 
     def traffic(
         self,
-        wide: WideGradients,  # noqa: ARG002
-        parameters: Sequence[nn.Parameter],  # noqa: ARG002
+        wide: WideGradients,
+        parameters: Sequence[nn.Parameter],
         micro_batches: int,
     ) -> Traffic:
         reductions = micro_batches if self._per_micro_batch else 1

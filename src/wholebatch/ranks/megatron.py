@@ -111,7 +111,7 @@ class MegatronRanks(SeveralRanks):
         self._model.zero_grad_buffer()
         self._note()
 
-    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:  # noqa: ARG002
+    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
         # A rank without a micro-batch has no backward in which it could reduce.
         self.reduces_at_the_end = not self._overlaps or ranks_without > 0
 
@@ -143,7 +143,7 @@ class MegatronRanks(SeveralRanks):
             self._finalize()
         self._note()
 
-    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: ARG002
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._model.ddp_config.overlap_grad_reduce:
             for group in self._model.bucket_groups:
                 group.start_grad_sync(force_all_reduce=self._whole)
@@ -168,9 +168,9 @@ class MegatronRanks(SeveralRanks):
 
     def traffic(
         self,
-        wide: WideGradients,  # noqa: ARG002
-        parameters: Sequence[nn.Parameter],  # noqa: ARG002
-        micro_batches: int,  # noqa: ARG002
+        wide: WideGradients,
+        parameters: Sequence[nn.Parameter],
+        micro_batches: int,
     ) -> Traffic:
         held = sum(buffer.grad_data.nbytes for buffer in self._model.buffers)
         reduced = held if self._model.dp_cp_group.size() > 1 else 0

@@ -72,7 +72,7 @@ class PipelineRanks(SpreadRanks):
     def begin(self) -> None:
         self.reductions = 0
 
-    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:  # noqa: ARG002
+    def open_window(self, *, uneven: bool, ranks_without: int, reset: bool) -> None:
         if uneven and self._sharded:
             raise WindowUsageError(
                 "the replicas of a pipeline under fully_shard hold different numbers of micro-batches, and "
@@ -113,7 +113,7 @@ class PipelineRanks(SpreadRanks):
             self._model.run(call, loss)
             self.reductions += self._sharded
 
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -132,7 +132,7 @@ class PipelineRanks(SpreadRanks):
         held = super().traffic(wide, parameters, micro_batches)
         return replace(held, reductions=times, reduced_bytes=times * own)
 
-    def end(self, *, committed: bool) -> None:  # noqa: ARG002
+    def end(self, *, committed: bool) -> None:
         self._calls = []  # they hold the batches
 
     def _check_copies(self) -> DeviceMesh | None:

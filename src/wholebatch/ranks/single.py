@@ -24,7 +24,7 @@ class _Known:
 class SingleRank(Ranks):
     """A job of one rank: every question about the others has an answer at once."""
 
-    def tell(self, row: Sequence[float], patience_s: float | None = None) -> _Known:  # noqa: ARG002
+    def tell(self, row: Sequence[float], patience_s: float | None = None) -> _Known:
         return _Known(list(row))
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -33,7 +33,7 @@ class SingleRank(Ranks):
     def begin(self) -> None:
         pass
 
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         return _HOLDS_NOTHING_BACK
 
     def end(self, *, committed: bool) -> None:

@@ -63,7 +63,7 @@ class TensorParallelRanks(SpreadRanks):
     def begin(self) -> None:
         pass
 
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -46,7 +46,7 @@ test-peers: peers
 	$(BIN)/python -m pytest -m peers -n 2 --dist loadfile tests/peers
 
 # Every fault at every place under every layout, and the tables of docs/faults.md; some minutes.
-faults: venv
+faults: peers
 	cd tests && ../$(BIN)/python -m campaign --all
 	cd tests && ../$(BIN)/python -m campaign --all --shared
 

@@ -319,7 +319,7 @@ def run_interrupted_wait(rank: int, n: int, doing: str, reduce: str) -> Any:
     if rank == 0:
         wait = PendingExchange.wait
 
-        def interrupted(self: PendingExchange) -> list[float]:
+        def interrupted(self: PendingExchange) -> list[tuple[float, ...]]:
             found = wait(self)
             if self._doing == doing:
                 raise InterruptError

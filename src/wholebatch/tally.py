@@ -24,7 +24,6 @@ from wholebatch.ranks.base import Roles
 _DIGEST_PARTS = 4
 _COUNTS = 7
 _COMPARED = 3  # numbers that are looked at rank by rank
-_FIXED = _COMPARED + _COUNTS + _DIGEST_PARTS  # numbers of a payload before those of the terms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +161,7 @@ class GlobalTally:
         held, settings, prints = told[:_COMPARED]
         sums = list(map(sum, told[_COMPARED:]))
         micro_batches, samples, positions, anonymous, reset, left_out, counted = sums[:_COUNTS]
-        parts, by_term = sums[_COUNTS : _COUNTS + _DIGEST_PARTS], sums[_COUNTS + _DIGEST_PARTS :]
+        parts, by_term = sums[_COUNTS:][:_DIGEST_PARTS], sums[_COUNTS + _DIGEST_PARTS :]
         digest = sum(round(part) << (16 * place) for place, part in enumerate(parts)) % 2**64
         items, unknown = by_term[:num_terms], by_term[num_terms:]
         return cls(
@@ -189,7 +188,7 @@ def _unlike_their_replica(prints: Sequence[float], replica_of: Sequence[int]) ->
 
 def payload_size(num_terms: int) -> int:
     """Numbers in a payload."""
-    return _FIXED + 2 * num_terms
+    return _COMPARED + _COUNTS + _DIGEST_PARTS + 2 * num_terms
 
 
 def fingerprint(*settings: object) -> int:

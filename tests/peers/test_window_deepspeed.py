@@ -439,7 +439,7 @@ def test_each_variant_without_what_makes_it_exact_is_far_from_it() -> None:
     for found in run_ranks(broken, 2, timeout_s=150):
         assert found.pop("gradient_accumulation_steps left at 4") == pytest.approx(0.75, rel=1e-5)
         assert found.pop("fp16 without ZeRO not scaled") == pytest.approx(1 - 2.0**-6, rel=1e-2)
-        assert "stack expects a non-empty TensorList" in found.pop("marked as not reached")
+        assert "they were not reduced as a whole" in found.pop("marked as not reached")
         assert len(found) == 3
         assert min(found.values()) > 1e-2, found
 

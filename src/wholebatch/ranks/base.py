@@ -4,7 +4,7 @@ One class for each engine. The window asks it for a handful of things and has no
 number of ranks or on the engine:
 
 * ``roles``: which rank this is, and for what of its replica it speaks;
-* ``total``: add a small host vector up over all ranks of the job;
+* ``tell``: a few numbers of each rank to all ranks of the job, on the host;
 * ``begin``, ``open_window``, ``end``: around an update; switches are put back as they were found;
 * ``micro_batch``: hold the reduction back for one micro-batch, or let it run in the last;
 * ``divisor``: what the engine divides by when it reduces;
@@ -284,7 +284,8 @@ class Ranks(ABC):
         if has_torch_function(losses):  # of a class of its own, which may change what a backward is
             torch.autograd.backward(losses, gradients)
             return
-        # The engine that this calls. What it checks before, as shapes, costs 1% of a small model's update.
+        # The engine that this calls, by the name at which the audit listens. What it checks before, such as
+        # shapes, costs 1% of a small model's update.
         torch.autograd._engine_run_backward(  # type: ignore[attr-defined]
             losses, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
         )

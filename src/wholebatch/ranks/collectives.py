@@ -53,7 +53,7 @@ def tell_all(group: dist.ProcessGroup, row: Sequence[float], patience_s: float |
     if patience_s is not None:
         # Its own, not a wait's: what is given up and still under way keeps a process from ending.
         options.timeout = timedelta(seconds=patience_s)
-    return HostRows(rows.view(ranks, -1), group.alltoall_base(rows, given, [], [], options))
+    return HostRows(rows.view(ranks, len(row)), group.alltoall_base(rows, given, [], [], options))
 
 
 class HostMessages:
@@ -224,19 +224,20 @@ def copy_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None
         _copy_back(flat, parts)
 
 
-def held_by_some(parameters: Sequence[nn.Parameter], messages: HostMessages) -> list[Tensor]:
+def held_by_some(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[Tensor]:
     """Gradients that some rank has, in one order; zeros in place of those that only this rank lacks.
 
     Args:
         parameters: in the same order on every rank.
-        messages: of the ranks; each calls this.
+        group: of gloo; each of its ranks calls this.
 
     Exactness: no arithmetic; the gradients themselves.
     """
-    having = messages.tell([float(parameter.grad is not None) for parameter in parameters]).wait()
+    held = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX, group=group)
     gradients: list[Tensor] = []
-    for parameter, of_ranks in zip(parameters, zip(*having, strict=True), strict=True):
-        if not any(of_ranks):
+    for parameter, by_some in zip(parameters, held.tolist(), strict=True):
+        if not by_some:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)

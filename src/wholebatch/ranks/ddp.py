@@ -349,7 +349,7 @@ class DDPRanks(SeveralRanks):
 
     def _present_on_any_rank(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Gradients that some rank has, in one order; zeros where only this rank has none."""
-        return held_by_some([parameter for _, parameter in self._among(parameters)], self._messages)
+        return held_by_some([parameter for _, parameter in self._among(parameters)], self._messages.group)
 
 
 def _sparse(name: str, *, widened: bool) -> str:

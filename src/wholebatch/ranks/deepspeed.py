@@ -144,7 +144,7 @@ class DeepSpeedRanks(SeveralRanks):
             )
 
     def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
-        # The engine takes one scalar.
+        # The engine takes one scalar; of float32 or wider, as a window takes no other losses.
         terms = [(loss * seed).sum() for loss, seed in roots]
         total: Tensor = torch.stack(terms).sum() if len(terms) > 1 else terms[0]
         self._engine.set_gradient_accumulation_boundary(self._per_micro_batch and self._last)
@@ -215,7 +215,7 @@ class DeepSpeedRanks(SeveralRanks):
 
     @torch.no_grad()
     def careful_norm(self, gradients: Sequence[Tensor]) -> float:
-        # Where there is a loss scale it is infinite: the squares of float16 do not leave float32.
+        # With a loss scale the norm is infinite by now: the squares of float16 do not leave float32.
         return super().careful_norm(self.held.pieces())
 
     # What can't be run exactly ------------------------------------------------------------------------

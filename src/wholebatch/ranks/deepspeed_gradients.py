@@ -100,7 +100,13 @@ class InWholeBuffer(Held):
         return list(self._optimizer.bf16_groups)
 
     def pieces(self) -> list[Tensor]:
-        return [one for group in self._optimizer.fp32_groups_gradients for one in group]
+        has = self._optimizer.fp32_groups_has_gradients  # the others it leaves out of its own norm
+        return [
+            gradient
+            for i, group in enumerate(self._optimizer.fp32_groups_gradients)
+            for j, gradient in enumerate(group)
+            if has[i][j]
+        ]
 
     def waiting(self) -> list[Tensor]:
         return list(self._optimizer.fp32_groups_gradients_flat)

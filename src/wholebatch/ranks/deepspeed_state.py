@@ -316,7 +316,8 @@ def _cut_keys(piece: _Piece, states: Sequence[Mapping[str, Any]]) -> set[str]:
         key
         for one, values in zip(piece.parameters, states, strict=True)
         for key, value in values.items()
-        if _shape(value) == list(getattr(one, "ds_shape", one.shape))
+        # AdamW's count of steps has the shape of a parameter without dimensions
+        if (shape := _shape(value)) and shape == list(getattr(one, "ds_shape", one.shape))
     }
 
 

@@ -103,9 +103,9 @@ class MegatronRanks(SeveralRanks):
         )
 
     def begin(self) -> None:
+        self._found_force = bool(self._model.force_all_reduce)
         self._refuse_modes()
         self.reductions = 0
-        self._found_force = bool(self._model.force_all_reduce)
         self._model.force_all_reduce = self._whole
         self._forget_reached()
         self._model.zero_grad_buffer()

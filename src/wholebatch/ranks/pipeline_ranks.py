@@ -24,7 +24,7 @@ from wholebatch.errors import UnsupportedError, WindowUsageError
 from wholebatch.gradients import is_sharded
 from wholebatch.ranks.agreement import name_ranks, unlike_first
 from wholebatch.ranks.base import Reduce, Roles, Traffic
-from wholebatch.ranks.collectives import HostMessages, held_by_some, sum_over_ranks
+from wholebatch.ranks.collectives import held_by_some, host_group, sum_over_ranks
 from wholebatch.ranks.fsdp import groups_of, held_back_in, mesh_size, refuse_own_reductions
 from wholebatch.ranks.pipeline import Call, Loss, PipelinedModel
 from wholebatch.ranks.several import PATIENCE_S, SpreadRanks, refuse_outside
@@ -119,7 +119,7 @@ class PipelineRanks(SpreadRanks):
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         assert self._copies is not None
         group = self._copies.get_group()
-        sum_over_ranks(held_by_some(parameters, HostMessages(group)), group)
+        sum_over_ranks(held_by_some(parameters, host_group(group)), group)
         self.reductions += 1
 
     def traffic(

@@ -83,8 +83,9 @@ class Together:
 
         Exactness: exact for whole numbers below 2^53; else rounded once for every rank.
         """
-        if self.group is None:
+        if self.ranks == 1:
             return list(map(float, values))
+        assert self.group is not None
         with self._told_when_lost():
             rows = tell_all(self.group, values).wait()
         return [sum(of_ranks) for of_ranks in zip(*rows, strict=True)]

@@ -46,14 +46,13 @@ def tell_all(group: dist.ProcessGroup, row: Sequence[float], patience_s: float |
         row: this rank's; as long on every rank.
         patience_s: seconds after which it is given up; the group's timeout where None.
     """
-    ranks = group.size()
-    given = torch.tensor(row, dtype=torch.float64).repeat(ranks)
+    given = torch.tensor(row, dtype=torch.float64).expand(group.size(), -1).contiguous()
     rows = torch.empty_like(given)
     options = dist.AllToAllOptions()
     if patience_s is not None:
         # Its own, not a wait's: what is given up and still under way keeps a process from ending.
         options.timeout = timedelta(seconds=patience_s)
-    return HostRows(rows.view(ranks, len(row)), group.alltoall_base(rows, given, [], [], options))
+    return HostRows(rows, group.alltoall_base(rows, given, [], [], options))
 
 
 class HostMessages:

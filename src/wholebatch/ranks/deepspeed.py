@@ -145,8 +145,9 @@ class DeepSpeedRanks(SeveralRanks):
 
     def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
         # The engine takes one scalar; of float32 or wider, as a window takes no other losses.
-        terms = [(loss * seed).sum() for loss, seed in roots]
-        total: Tensor = torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+        terms = [loss * seed for loss, seed in roots]
+        scalar = len(terms) == 1 and terms[0].ndim == 0
+        total = terms[0] if scalar else torch.stack([term.sum() for term in terms]).sum()
         self._engine.set_gradient_accumulation_boundary(self._per_micro_batch and self._last)
         self._engine.backward(total, scale_wrt_gas=False)
         self._engine.set_gradient_accumulation_boundary(False)

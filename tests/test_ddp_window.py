@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from problems import Case, assert_equal_updates, loss_with, observed, oracle
 from ranks import run_ranks
 from wholebatch.losses import next_token_loss
+from wholebatch.objective import weighted_terms
 from wholebatch.plan import plan_batch
 from wholebatch.record import Counters
 from wholebatch.window import UpdateWindow
@@ -497,11 +498,12 @@ def test_a_forward_without_gradients_after_the_one_that_trains() -> None:
 
 def run_different_settings(rank: int, n: int) -> dict[str, Caught]:
     assert n == 2
-    objective = next_token_loss()
+    one_term = next_token_loss()
+    terms = {f"term {number}": (one_term, 1.0) for number in range(3)}
 
     def attempt(**options: Any) -> Caught:
         model = CASE.model(torch.float32)
-        state = options.pop("state", None)
+        state, objective = options.pop("state", None), options.pop("objective", one_term)
         window = UpdateWindow(
             DistributedDataParallel(model),
             torch.optim.SGD(model.parameters(), lr=0.1),
@@ -518,13 +520,19 @@ def run_different_settings(rank: int, n: int) -> dict[str, Caught]:
         "state": attempt(state={"provisional_items": 100.0} if rank == 0 else {}),
         "counters": attempt(state={"counters": {**Counters().state_dict(), "samples": 12 * rank}}),
         "scale": attempt(scaler=torch.amp.GradScaler("cpu", init_scale=[1024.0, 8.0][rank])),
+        "terms": attempt(objective=weighted_terms(terms) if rank else one_term),
         "same": attempt(clip_grad_norm=1.0, scaler=torch.amp.GradScaler("cpu", init_scale=8.0)),
     }
 
 
 def test_ranks_with_different_settings_are_told() -> None:
-    for found in run_ranks(run_different_settings, 2):
+    for rank, found in enumerate(run_ranks(run_different_settings, 2)):
         assert found.pop("same") == ("nothing", "")
+        assert ("'term 2': 1.0" in found["terms"][1]) == (rank == 1)
+        found["terms"] = (
+            found["terms"][0],
+            found["terms"][1].replace("terms {'term 0': 1.0", "terms {'loss': 1.0}"),
+        )
         for kind, message in found.values():
             assert kind == "WindowUsageError"
             assert "the ranks do not have the same settings: rank 1 not as rank 0; this one has" in message
@@ -754,3 +762,21 @@ def run_many_windows(rank: int, n: int) -> tuple[int, int]:
 
 def test_many_windows_over_one_model_share_a_group_and_leave_no_hooks() -> None:
     assert run_ranks(run_many_windows, 2) == [(0, 0)] * 2
+
+
+def run_among_other_groups(rank: int, _n: int) -> tuple[str, str]:
+    """Ranks of which some are in a group more, and then one whose tensors are made elsewhere by default."""
+    dist.new_group([0, 1])
+    model = CASE.model(torch.float32)
+    window = UpdateWindow(
+        DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1), next_token_loss()
+    )
+    batches = CASE.batches()[rank % 2]
+    plain = window.run(batches, loss_with(next_token_loss())).outcome
+    with torch.device("meta"):
+        return plain, window.run(batches, loss_with(next_token_loss())).outcome
+
+
+def test_ranks_in_different_numbers_of_groups_and_another_default_device() -> None:
+    for found in run_ranks(run_among_other_groups, 3, timeout_s=60):
+        assert found == ("applied", "applied")

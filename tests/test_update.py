@@ -635,3 +635,19 @@ def test_a_loss_of_a_class_of_its_own_is_asked_for_its_backward() -> None:
         assert one.window.run(one.batches, loss).outcome == "applied"
     assert_same(plain.state(), loud.state())
     assert LoudLoss.heard.count(torch.autograd.backward) == len(loud.batches)
+
+
+def test_an_update_inside_a_transform_is_refused_in_torchs_words() -> None:
+    setup = Setup()
+
+    def inside(x: Tensor) -> Tensor:
+        def loss(_: nn.Module, batch: dict[str, Tensor]) -> Any:
+            loss_sum, num_items = setup.objective(setup.language_model(batch["input_ids"]), batch)
+            return loss_sum + 0.0 * x, num_items
+
+        setup.window.run(setup.batches, loss)
+        return x.sum()
+
+    with pytest.raises(RuntimeError, match=r"backward\(\) called inside a functorch transform"):
+        torch.func.grad(inside)(torch.tensor(1.0))
+    assert setup.window.counters.updates_applied == 1

@@ -34,7 +34,7 @@ class Result:
     peak_memory_bytes: int
 
     def payload(self, *, roles: Roles, num_terms: int) -> list[float]:
-        """The numbers to tell the other ranks, ``result_size(num_terms)`` of them."""
+        """The numbers to tell the other ranks; fewer than those of a tally."""
         first_bad = self._bad_micro_batch()
         counted = roles.counts_losses
         return [
@@ -178,11 +178,6 @@ class GlobalResult:
         if not named:
             return "the gradient is NaN or infinite although every summed loss is finite"
         return "; ".join(named)
-
-
-def result_size(num_terms: int) -> int:
-    """Numbers in a payload."""
-    return 7 + 2 * num_terms
 
 
 def losses_by_term(

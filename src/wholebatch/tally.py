@@ -24,6 +24,7 @@ from wholebatch.ranks.base import Roles
 _DIGEST_PARTS = 4
 _COUNTS = 7
 _COMPARED = 3  # numbers that are looked at rank by rank
+_TERMS = 8  # a row has room for so many terms, or a multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +190,11 @@ def _unlike_their_replica(prints: Sequence[float], replica_of: Sequence[int]) ->
 def payload_size(num_terms: int) -> int:
     """Numbers in a payload."""
     return _COMPARED + _COUNTS + _DIGEST_PARTS + 2 * num_terms
+
+
+def row_size(num_terms: int) -> int:
+    """Numbers that a window tells at once; the same on ranks with other terms, which then hear of it."""
+    return payload_size(_TERMS * -(-num_terms // _TERMS))
 
 
 def fingerprint(*settings: object) -> int:

@@ -50,10 +50,9 @@ from wholebatch.ranks import find_ranks
 from wholebatch.ranks.agreement import Agreement
 from wholebatch.ranks.base import Reduce, Traffic
 from wholebatch.record import WEIGHTINGS, Counters, UpdateRecord, Weighting
-from wholebatch.result import result_size
 from wholebatch.snapshot import OnStaleGradients, Snapshot
 from wholebatch.split import num_samples
-from wholebatch.tally import payload_size
+from wholebatch.tally import row_size
 from wholebatch.update import Update, WindowParts, planned_micro_batches
 
 
@@ -170,7 +169,7 @@ class UpdateWindow:
             plan=plan,
             finish=finish,
             ranks=ranks,
-            agreement=Agreement(ranks, max(payload_size(len(terms)), result_size(len(terms)))),
+            agreement=Agreement(ranks, row_size(len(terms))),
             terms=terms,
             snapshot=Snapshot(model, on_stale_gradients, renewed=ranks.renews_gradients),
             weighting=weighting,

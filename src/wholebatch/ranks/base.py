@@ -281,7 +281,8 @@ class Ranks(ABC):
     def backward(self, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Run the backward of one micro-batch from its summed losses, each with its own gradient."""
         losses, gradients = zip(*roots, strict=True)
-        if has_torch_function(losses):  # of a class of its own, which may change what a backward is
+        # A class of its own may change what a backward is; in a transform there is none, and torch says so.
+        if has_torch_function(losses) or torch._C._are_functorch_transforms_active():
             torch.autograd.backward(losses, gradients)
             return
         # The engine that this calls, by the name at which the audit listens. What it checks before, such as

@@ -46,7 +46,7 @@ def tell_all(group: dist.ProcessGroup, row: Sequence[float], patience_s: float |
         row: this rank's; as long on every rank.
         patience_s: seconds after which it is given up; the group's timeout where None.
     """
-    given = torch.tensor(row, dtype=torch.float64).expand(group.size(), -1).contiguous()
+    given = torch.tensor(row, dtype=torch.float64, device="cpu").expand(group.size(), -1).contiguous()
     rows = torch.empty_like(given)
     options = dist.AllToAllOptions()
     if patience_s is not None:
@@ -161,8 +161,13 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if known is not None:
         return known
     ranks = dist.get_process_group_ranks(group)
+    # With local synchronization torch names a group by how many this rank is in. Others may be in more, and
+    # would wait under another name. All ranks can do without.
     apart: dist.ProcessGroup = dist.new_group(
-        ranks, backend="gloo", timeout=_timeout(group), use_local_synchronization=True
+        ranks,
+        backend="gloo",
+        timeout=_timeout(group),
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
     _APART[group] = weakref.ref(apart)
     return apart
@@ -232,7 +237,9 @@ def held_by_some(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -
 
     Exactness: no arithmetic; the gradients themselves.
     """
-    held = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    held = torch.tensor(
+        [parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu"
+    )
     dist.all_reduce(held, op=dist.ReduceOp.MAX, group=group)
     gradients: list[Tensor] = []
     for parameter, by_some in zip(parameters, held.tolist(), strict=True):

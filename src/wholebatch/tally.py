@@ -1,7 +1,7 @@
 """What is in a window, counted before its first backward and added up over the ranks.
 
 Numbers travel as float64, exact for whole numbers below 2^53; the 64-bit digest of sample ids goes
-in four parts of 16 bits.
+in two halves of 32 bits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from wholebatch.order import format_digest, sample_digest
 from wholebatch.ranks.agreement import name_ranks, unlike_first
 from wholebatch.ranks.base import Roles
 
-_DIGEST_PARTS = 4
+_DIGEST_PARTS, _PART_BITS = 2, 32
 _COUNTS = 7
 _COMPARED = 3  # numbers that are looked at rank by rank
-_TERMS = 8  # a row has room for so many terms, or a multiple
+_TERMS = 3  # a row has room for so many terms, or a multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class Tally:
         Samples are given by one rank of each replica, items and positions by those that count them.
         """
         digest = self.digest or 0
-        parts = [float(digest >> (16 * part) & 0xFFFF) for part in range(_DIGEST_PARTS)]
+        parts = [float(digest >> (_PART_BITS * part) & 0xFFFFFFFF) for part in range(_DIGEST_PARTS)]
         columns = [[row[term] for row in self.items] for term in range(num_terms)]
         counted = float(roles.counts_samples)
         items = [sum(number for number in column if number is not None) for column in columns]
@@ -163,7 +163,7 @@ class GlobalTally:
         sums = list(map(sum, told[_COMPARED:]))
         micro_batches, samples, positions, anonymous, reset, left_out, counted = sums[:_COUNTS]
         parts, by_term = sums[_COUNTS:][:_DIGEST_PARTS], sums[_COUNTS + _DIGEST_PARTS :]
-        digest = sum(round(part) << (16 * place) for place, part in enumerate(parts)) % 2**64
+        digest = sum(round(part) << (_PART_BITS * place) for place, part in enumerate(parts)) % 2**64
         items, unknown = by_term[:num_terms], by_term[num_terms:]
         return cls(
             micro_batches=round(micro_batches),

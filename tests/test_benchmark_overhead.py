@@ -325,7 +325,7 @@ def test_reductions_are_counted_on_every_rank():
             assert (hand.gradient_reductions, hand.bytes_over_minimum) == (1.0, 1.0)
             assert (hand.other_collectives, hand.other_bytes) == (1, 8)
             assert (window.gradient_reductions, window.bytes_over_minimum) == (1.0, 1.0)
-            assert window.other_collectives == 3
+            assert window.other_collectives == 2
             assert window.other_bytes < 1000
             assert (eager.gradient_reductions, eager.bytes_over_minimum) == (8.0, 8.0)
             assert (eager.other_collectives, eager.other_bytes) == (8, 64)

@@ -331,8 +331,14 @@ def run_interrupted_wait(rank: int, n: int, doing: str, reduce: str) -> Any:
     return worker.attempt(worker.loss), worker.attempt(worker.loss)
 
 
-@pytest.mark.parametrize("reduce", ["per_update", "after_agreement"])
-@pytest.mark.parametrize("doing", ["about to reduce gradients", "agreeing on what came out"])
+@pytest.mark.parametrize(
+    ("doing", "reduce"),
+    [
+        ("about to reduce gradients", "after_agreement"),  # where nobody could stand in
+        ("agreeing on what came out", "after_agreement"),
+        ("agreeing on what came out", "per_update"),
+    ],
+)
 def test_an_interrupt_after_the_others_went_on_poisons(doing: str, reduce: str) -> None:
     """Rolled back alone, the rank would go on with other parameters than the rest."""
     outcomes = run_ranks(run_interrupted_wait, 2, doing, reduce, expect="outcomes", timeout_s=40)

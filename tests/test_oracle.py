@@ -188,6 +188,7 @@ one = torch.ones((), requires_grad=True)
         ((one, 2, 3), "returned a tuple for term 'loss'"),
         ({}, "returned an empty dict"),
         ((one.expand(2), 2), r"a loss of shape \[2\] for term 'loss'; sum it to a scalar"),
+        ((one * 1j, 2), "a loss of torch.complex64 for term 'loss'; a loss is one real number"),
         ((one, "many"), "num_items='many' for term 'loss'; give one number"),
         ((one, "3"), "num_items='3' for term 'loss'; give one number"),
         ((one, True), "num_items=True for term 'loss'; give one number"),

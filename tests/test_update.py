@@ -369,6 +369,7 @@ def test_losses_that_are_no_sums_are_refused() -> None:
         (lambda loss: loss[0], r"gave a Tensor; it must give \(loss_sum, num_items\)"),
         (lambda loss: (loss[0].expand(3), 3), r"loss of shape \[3\]; sum it over its items"),
         (lambda loss: (loss[0].bfloat16(), 3), "was summed in torch.bfloat16"),
+        (lambda loss: (loss[0] * 1j, 3), "is of torch.complex128, and a loss is one real number"),
         (lambda loss: (loss[0], torch.ones(2)), r"num_items of shape \[2\]; give one number"),
         (lambda loss: (loss[0], "3"), "num_items='3'; give a number"),
         (lambda loss: (loss[0], True), "num_items=True; give a number"),

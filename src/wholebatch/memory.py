@@ -1,9 +1,10 @@
-"""Peak memory of this process, measured."""
+"""Memory of this process: its peak, when it ran out, and what an error still holds."""
 
 from __future__ import annotations
 
 import math
 import sys
+import traceback
 from time import monotonic
 
 import torch
@@ -56,3 +57,17 @@ def peak_memory_bytes() -> int | None:
         return None
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on the host or on an accelerator."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def let_go_of_frames(error: BaseException | None) -> None:
+    """Clear what the functions held that ``error``, and what it came from, passed through."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

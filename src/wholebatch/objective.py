@@ -215,7 +215,7 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
         name: what messages call it.
 
     Raises:
-        ObjectiveError: not a scalar sum with one number of items, or summed in half precision.
+        ObjectiveError: not a real scalar sum with one number of items, or summed in half precision.
 
     Exactness: no arithmetic; the tensors themselves. A DTensor is added up where it is still to be.
     """
@@ -230,6 +230,11 @@ def as_loss_sum(value: Any, *, name: str = "the loss") -> LossSum:
     if loss_sum.numel() != 1:
         raise ObjectiveError(
             f"{name} gave a loss of shape {list(loss_sum.shape)}; sum it over its items to a scalar"
+        )
+    if loss_sum.is_complex():
+        raise ObjectiveError(
+            f"{name} is of {loss_sum.dtype}, and a loss is one real number; sum its size, such as "
+            f"loss.abs() or loss.real"
         )
     if loss_sum.dtype in (torch.bfloat16, torch.float16):
         raise ObjectiveError(

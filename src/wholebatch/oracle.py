@@ -345,6 +345,11 @@ def _loss_and_items(name: str, term: Any) -> tuple[Tensor, float]:
         raise JudgeError(
             f"loss_fn returned a loss of shape {list(loss_sum.shape)} for term {name!r}; sum it to a scalar"
         )
+    if loss_sum.is_complex():
+        raise JudgeError(
+            f"loss_fn returned a loss of {loss_sum.dtype} for term {name!r}; a loss is one real number, "
+            f"such as loss.abs() or loss.real"
+        )
     # numpy's integers and floats are Real too; a text that float() could read is no number of items.
     is_number = isinstance(items, Real) and not isinstance(items, bool)
     if not (items.numel() == 1 if isinstance(items, Tensor) else is_number):

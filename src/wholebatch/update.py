@@ -36,7 +36,7 @@ from wholebatch.errors import (
 )
 from wholebatch.finish import Finish
 from wholebatch.gradients import clear_gradients, gradients_of
-from wholebatch.memory import PeakMemory
+from wholebatch.memory import PeakMemory, is_out_of_memory, let_go_of_frames
 from wholebatch.objective import (
     CheckedLossSum,
     LossFunction,
@@ -121,6 +121,7 @@ class Update:
         self._pending: PendingExchange | None = None
         self._settled: tuple[GlobalTally, Shares] | None = None
         self._entered = False
+        self._opened = False  # every rank knows what the others hold, and goes on to reduce
         self._agreed = False  # every rank knows how this update ended
         self._irrevocable = False
         self._unscaled = False
@@ -232,29 +233,39 @@ class Update:
         """Wait for the totals over the ranks, once, and fix what every summed loss counts for."""
         if self._settled is not None:
             return self._settled
-        assert self._pending is not None
-        window, ranks, pending = self._window, self._window.ranks, self._pending
-        self._pending = None
-        total = GlobalTally.of_ranks(pending.wait(), roles=ranks.roles, num_terms=len(window.terms))
-        total.refuse_odd(
-            settings=self._settings,
-            replicas=ranks.num_replicas,
-            planned_samples=_planned_samples(window.plan),
-        )
+        window, total = self._window, self._hear()
         self._weightless = self._spare_batches(total)
-        ranks.open_window(uneven=total.uneven, ranks_without=total.ranks_without, reset=total.reset)
-        ranks.widen(window.finish.wide, window.finish.parameters, max(total.micro_batches_of))
+        self._open(total)
         shares = Shares.of(
             total,
             objective=window.objective,
             weighting=window.weighting,
             finish=window.finish,
-            divisor=ranks.divisor,
+            divisor=window.ranks.divisor,
             last_items=window.provisional_items,
             includes_stale=window.snapshot.includes_stale,
         )
         self._settled = total, shares
         return self._settled
+
+    def _hear(self) -> GlobalTally:
+        """Wait for what all ranks hold. May be called again after it failed or was interrupted."""
+        assert self._pending is not None
+        window, ranks = self._window, self._window.ranks
+        total = GlobalTally.of_ranks(self._pending.wait(), roles=ranks.roles, num_terms=len(window.terms))
+        total.refuse_odd(
+            settings=self._settings,
+            replicas=ranks.num_replicas,
+            planned_samples=_planned_samples(window.plan),
+        )
+        return total
+
+    def _open(self, total: GlobalTally) -> None:
+        """Make the engine ready for what the ranks hold, on every rank alike."""
+        window, ranks = self._window, self._window.ranks
+        ranks.open_window(uneven=total.uneven, ranks_without=total.ranks_without, reset=total.reset)
+        ranks.widen(window.finish.wide, window.finish.parameters, max(total.micro_batches_of))
+        self._opened = True
 
     def _spare_batches(self, total: GlobalTally) -> list[Any]:
         """What this rank runs beside the others' micro-batches where it has fewer, and each turn is
@@ -435,7 +446,11 @@ class Update:
             )
 
     def _meet_before_reducing(self) -> None:
-        """Wait until every rank is about to reduce; what fails from here on can't be rolled back."""
+        """Wait until every rank is about to reduce; what fails from here on can't be rolled back. Nobody
+        waits where a rank that fails before that stands in."""
+        if self._window.ranks.stands_in:
+            self._irrevocable = True
+            return
         self._wait_for_all(self._window.agreement.exchange(doing="about to reduce gradients"))
 
     def _wait_for_all(self, pending: PendingExchange) -> list[tuple[float, ...]]:
@@ -665,25 +680,77 @@ class Update:
         if self._irrevocable or isinstance(error, PoisonedWindowError) or is_lost_contact(error):
             self._poison(error)
             return
+        all_know = self._agreed or isinstance(error, OtherRankFailedError)
         try:
-            self._put_back()
-        except Exception as failed:
-            window.poisoned = (
-                f"an update was left half way, because putting its state back failed: {failed}"
-            )
-            error.add_note(window.poisoned)
-        if self._agreed or isinstance(error, OtherRankFailedError):
-            return
-        try:
-            if self._pending is not None:
-                self._pending.wait()
-            window.agreement.report_failure()
+            try:
+                all_know = all_know or self._others_know()
+            finally:
+                self._or_poison(self._put_back, error)
+            if not all_know:
+                self._stand_in(error)
+                window.agreement.report_failure()
         except OtherRankFailedError:
             pass  # another rank failed too, and all have heard
         except PoisonedWindowError as lost:
             window.poisoned = str(lost)
             error.add_note(str(lost))
             self._leave_words(error)
+        except BaseException:
+            window.poisoned = (
+                "an update that had failed was interrupted before all ranks had heard of it; restart from "
+                "the last committed update"
+            )
+            raise
+        finally:
+            self._or_poison(lambda: window.ranks.end(committed=False), error)
+
+    def _others_know(self) -> bool:
+        """Whether the other ranks have heard of a failure already; if not, see what they go on to.
+
+        Raises:
+            PoisonedWindowError: they can't be reached.
+        """
+        if self._pending is None or self._opened:
+            return False
+        try:
+            self._open(self._hear())
+        except OtherRankFailedError:
+            return True
+        except PoisonedWindowError:
+            raise
+        except Exception:  # every rank finds what they hold odd, and none goes on
+            return False
+        return False
+
+    def _or_poison(self, put_back: Callable[[], None], error: BaseException) -> None:
+        """Put something back; where that fails, the window can't go on."""
+        try:
+            put_back()
+        except Exception as failed:
+            poisoned = f"an update was left half way, because putting its state back failed: {failed}"
+            self._window.poisoned = poisoned
+            error.add_note(poisoned)
+
+    def _stand_in(self, error: BaseException) -> None:
+        """Let ranks that did not fail finish the reduction that they go on to; they hear of it after that.
+
+        Raises:
+            PoisonedWindowError: they can't, so that they wait for this rank.
+        """
+        ranks = self._window.ranks
+        if not self._opened or not ranks.stands_in or ranks.reductions:
+            return
+        if is_out_of_memory(error):
+            let_go_of_frames(error)  # they hold what there was no more room for
+        try:
+            ranks.stand_in()
+        except Exception as failed:
+            why = f"; contact with another rank was lost: {why_lost()}" if is_lost_contact(failed) else ""
+            raise PoisonedWindowError(
+                f"the other ranks went on to reduce gradients, and this one, which had failed, could not "
+                f"take part with zeros ({type(failed).__name__}: {failed}){why}. Restart from the last "
+                f"committed update"
+            ) from failed
 
     def _put_back(self) -> None:
         window = self._window
@@ -692,13 +759,13 @@ class Update:
         window.snapshot.forget()
         if self._unscaled:
             window.finish.forget_unscaling()
-        window.ranks.end(committed=False)
 
     def _poison(self, error: BaseException) -> None:
         window = self._window
         window.counters.load_state_dict(self._counters_before)
         with suppress(Exception):  # what is beyond repair anyway must not hide why
             self._put_back()
+            window.ranks.end(committed=False)
         why = (
             "an update failed beyond the point of no return, with gradients under way between ranks or an "
             "optimizer at work"

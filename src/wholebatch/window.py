@@ -9,10 +9,10 @@ The loop that it stands for, on one rank and without anything that can go wrong:
     clip(); optimizer.step(); scheduler.step(); clear()
 
 What is added to it, here and in ``update.py``, makes that true on many ranks and on bad days. The
-ranks add N up while
-the first forward runs. Only the last micro-batch lets the engine reduce, and before its backward
-all ranks say that they got there. Whatever the engine divides by is multiplied back in. Then the
-finish, and one of three ends:
+ranks add N up while the first forward runs. Only the last micro-batch lets the engine reduce. A rank that
+failed before that stands in: it takes its part with zeros, so that nobody waits for it; where an engine
+has no place for zeros, all ranks say first that they got there. Whatever the engine divides by is
+multiplied back in. Then the finish, and one of three ends:
 
 * the update **commits**: applied, or skipped as not finite or empty, and counted once;
 * it is **rolled back**: parameters, gradients, buffers, random state and counters are as before,
@@ -20,10 +20,10 @@ finish, and one of three ends:
 * or, past the point of no return (gradients under way between ranks, or an optimizer at work), the
   window is **poisoned**: every rank ends with an error that says so.
 
-Apart from the reduction itself the ranks meet three times an update, in
-:class:`wholebatch.ranks.agreement.Agreement`: to add up what the window holds, before the backward that
-reduces, and to agree on what came out. The stages of a pipeline wait for each other in the first forward
-already, and do without the second.
+Apart from the reduction itself the ranks meet twice an update, in
+:class:`wholebatch.ranks.agreement.Agreement`: to add up what the window holds, and to agree on what came
+out; a third time, before the backward that reduces, where a failed rank could not stand in. The stages of a
+pipeline wait for each other in the first forward already, and do without it too.
 """
 
 from __future__ import annotations

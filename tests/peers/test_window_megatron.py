@@ -142,7 +142,7 @@ def exceptional(rank: int, _n: int, mode: str) -> dict[str, Any]:
     try:
         window.run(case.batches()[rank], failing)
     except (ZeroDivisionError, OtherRankFailedError) as error:
-        found["failed"] = type(error).__name__
+        found["failed"] = f"{type(error).__name__}: {error}"
     found["cleared buffers"] = not any(bool(buffer.grad_data.any()) for buffer in wrapped.buffers)
     found["again"] = truth.update(window, case, rank, loss)
     before = [parameter.detach().clone() for parameter in wrapped.parameters()]
@@ -171,6 +171,9 @@ def exceptional(rank: int, _n: int, mode: str) -> dict[str, Any]:
         optimizer = OPTIMIZERS["SGD momentum"](list(wrapped.parameters()))
         window = UpdateWindow(wrapped, optimizer, case.objective(), reduce=reduce)
         truth = Truth(wrapped, optimizer)
+        if reduce == "after_agreement":
+            truth.update(window, all_used, rank, loss)
+            found["after_agreement stands in"] = window._parts.ranks.stands_in
         for name, one in {"all used": all_used, "unused": unused_last}.items():
             try:
                 found[f"{name}, {reduce}"] = truth.update(window, one, rank, loss)
@@ -182,8 +185,13 @@ def exceptional(rank: int, _n: int, mode: str) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", EXCEPTIONAL)
 def test_failures_skips_and_late_denominators_leave_exact_updates(of_two: Any, mode: str) -> None:
     results = [of_rank["exceptional"][mode] for of_rank in of_two]
-    assert [found.pop("failed") for found in results] == ["OtherRankFailedError", "ZeroDivisionError"]
+    told, own = (found.pop("failed") for found in results)
+    # one that failed stands in where all buckets are reduced together
+    doing = "agreeing on what came out" if mode == "plain" else "about to reduce gradients"
+    assert told.startswith(f"OtherRankFailedError: rank 1 failed while this rank was {doing}")
+    assert own.startswith("ZeroDivisionError")
     for found in results:
+        assert found.pop("after_agreement stands in") is False
         assert found.pop("unmoved")
         assert found.pop("switch")
         assert found.pop("cleared buffers")
@@ -306,6 +314,7 @@ def over_tensor_ranks(rank: int, _n: int) -> dict[str, Any]:
     with pytest.raises((ZeroDivisionError, PoisonedWindowError)):
         window.run(mine, failing)
     return {
+        "stands in": window._parts.ranks.stands_in,
         "record": record,
         "loss": record.loss_per_item / float(total / items) - 1.0,
         "squares": squares.gradient_norm / once.gradient_norm / 1e160 - 1.0,
@@ -321,6 +330,7 @@ def test_tensor_parallel_ranks_share_a_replica() -> None:
     outcomes = run_ranks(over_tensor_ranks, 4, expect="outcomes", timeout_s=60)
     for found in (outcome[1] for outcome in outcomes):
         record = found["record"]
+        assert not found["stands in"]  # its neighbour could not
         assert (record.samples, record.micro_batches, record.items) == (7, 4, 18)
         assert abs(found["norm"]) < 1e-12
         assert found["apart"] < 1e-14

@@ -9,6 +9,7 @@ number of ranks or on the engine:
 * ``micro_batch``: hold the reduction back for one micro-batch, or let it run in the last;
 * ``divisor``: what the engine divides by when it reduces;
 * ``backward``, ``reduce``: run a backward and make sure that it reduced; or reduce after all of them;
+* ``stand_in``: take part with zeros in a reduction that the others go on to;
 * ``gradient_norm``, ``careful_norm``, ``share_buffers``: for the finish;
 * ``check_parameters``, ``check_forward``, ``check_before_reducing``: refuse in time.
 """
@@ -131,7 +132,9 @@ class Ranks(ABC):
         reductions: gradient reductions issued in the update under way.
         warming_up: True while the engine wants its first backward synchronised.
         synchronises: True while the backward of the open micro-batch reduces gradients.
-        meets: True while all ranks say that they got there before that backward.
+        meets: True while all ranks say that they got there before that backward, unless ``stands_in``.
+        stands_in: True where a rank that failed takes its part in the update's reduction with zeros, so
+            that nobody has to meet before it.
         reduces_at_the_end: True when the whole window is held back and one reduction follows it.
         needs_reset: True when something outside the window left the engine armed on this rank.
         equal_turns: True when forwards, or every backward, are collective. N is then agreed before the
@@ -173,6 +176,11 @@ class Ranks(ABC):
     def meets(self) -> bool:
         """Whether all ranks say that they got there before the backward of the open micro-batch."""
         return self.synchronises
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether a rank that failed takes its part in the reduction of the update under way."""
+        return False
 
     def lend(self, batch: Any, device: torch.device) -> Any:
         """A micro-batch for a rank that has none: that of the first rank that has one.
@@ -238,6 +246,9 @@ class Ranks(ABC):
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         """Do the one reduction of a window that was held back as a whole."""
+
+    def stand_in(self) -> None:
+        """Take this rank's part in the reduction of an update that it has put back, where ``stands_in``."""
 
     def share_buffers(self) -> None:
         """Give every replica the buffers that the engine would have shared in its forward."""

@@ -42,6 +42,34 @@ def rebuilds_buckets(model: DistributedDataParallel) -> bool:
     return not (settled or strange or any(is_sparse(module) for module in model.modules()))
 
 
+def takes_zeros(model: DistributedDataParallel) -> bool:
+    """Whether a rank that failed may reduce zeros while others are in an update's last backward.
+
+    Not where forwards have collectives of their own, in which others could be. Nor where gradients are
+    views of buckets: who saves that memory may have no room for zeros, and gradients that were set aside
+    would be overwritten.
+    """
+    talks_in_forwards = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    return not (talks_in_forwards or model.gradient_as_bucket_view)
+
+
+def reduce_zeros(model: DistributedDataParallel) -> None:
+    """Take part in a reduction of DDP without a backward of one's own, as its join for uneven inputs does.
+
+    Needs room for zeros as large as all gradients.
+
+    Args:
+        model: one that ``rebuilds_buckets``; its gradients stay as they are.
+    """
+    reducer: Any = model.reducer
+    zeros = reducer._get_zeros_like_grad_buckets()  # in the order in which the others reduce theirs
+    for under_way in [reducer._run_comm_hook(bucket) for bucket in zeros]:
+        under_way.wait()
+    # what the others do after their first reduction since a reset, together
+    reducer._push_all_rebuilt_params()
+    reducer._rebuild_buckets()
+
+
 def settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
     """Have DDP make its buckets now, in the reverse order of its parameters, as most backwards go.
 

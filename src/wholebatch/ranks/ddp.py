@@ -37,7 +37,14 @@ from wholebatch.accumulation import WideGradients
 from wholebatch.errors import PoisonedWindowError, UnsupportedError, WindowUsageError
 from wholebatch.gradients import GradientWatch
 from wholebatch.ranks.base import Reduce, Roles, Traffic
-from wholebatch.ranks.buckets import AVERAGING_HOOKS, is_sparse, rebuilds_buckets, settle_buckets
+from wholebatch.ranks.buckets import (
+    AVERAGING_HOOKS,
+    is_sparse,
+    rebuilds_buckets,
+    reduce_zeros,
+    settle_buckets,
+    takes_zeros,
+)
 from wholebatch.ranks.collectives import copy_from_first, held_by_some, sum_over_ranks
 from wholebatch.ranks.roles import roles_of_mesh
 from wholebatch.ranks.several import SeveralRanks, refuse_outside, weakly
@@ -91,12 +98,18 @@ class DDPRanks(SeveralRanks):
             self.roles = roles_of_mesh(self._messages, rank, self._num_reducing, context_parallel)
         model.reducer._rebuild_buckets()  # pending where the model was trained before
         self._settles = not self._always_after and rebuilds_buckets(model)
+        self._zeros_fit = self._settles and context_parallel is None and takes_zeros(model)
         self._unsettled = False
         if self._settles:
             self._settle()
         # Weakly: it would keep the model, which must not outlive its process group.
         hook = model.register_forward_pre_hook(weakly(self._note_forward))
         weakref.finalize(self, hook.remove)
+
+    @property
+    def stands_in(self) -> bool:
+        fit = self._zeros_fit and not self.reduces_at_the_end
+        return fit and all(hook in AVERAGING_HOOKS for hook, _ in self._model._comm_hooks)
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         refuse_outside(
@@ -154,16 +167,14 @@ class DDPRanks(SeveralRanks):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        model = self._model
         self.synchronises = (last or self.warming_up) and not self.reduces_at_the_end
-        model.require_backward_grad_sync = self.synchronises
-        model.require_forward_param_sync = False
+        self._switch(self.synchronises, False)
         self._forwarded, self._in_scope = False, True
         try:
             yield
         finally:
             self._in_scope = False
-            model.require_backward_grad_sync, model.require_forward_param_sync = self._found
+            self._switch(*self._found)
             self.synchronises = False
 
     def check_forward(self) -> None:
@@ -178,7 +189,7 @@ class DDPRanks(SeveralRanks):
         if not self.synchronises:
             super().backward(roots)
             return
-        if self._unsettled:  # since a reset, and all ranks got here
+        if self._unsettled:  # since a reset, and all ranks get here
             self._settle()
             self._model.reducer.prepare_for_backward([])  # as the forward left it
         watch = GradientWatch(parameter for _, parameter in self._reduced)
@@ -189,6 +200,11 @@ class DDPRanks(SeveralRanks):
         self.needs_reset = False  # nothing is armed now; a forward after this arms it again
         self._model.reducer._rebuild_buckets()
         self.warming_up = False
+
+    def stand_in(self) -> None:
+        if self._unsettled:
+            self._settle()
+        reduce_zeros(self._model)
 
     def check_before_reducing(self, parameters: Sequence[nn.Parameter]) -> None:
         for name, parameter in self._among(parameters):
@@ -215,12 +231,17 @@ class DDPRanks(SeveralRanks):
             copy_from_first(list(self._model.modules_buffers), self._model.process_group)
 
     def end(self, *, committed: bool) -> None:
-        model = self._model
-        model.require_backward_grad_sync, model.require_forward_param_sync = self._found
+        self._switch(*self._found)
         # A window that was held back as a whole leaves marks of what it used, as a rolled back one does.
         fell_back = self.reduces_at_the_end and not self._always_after
         if not committed or fell_back:
             self._disarm()
+
+    def _switch(self, in_backward: bool, in_forward: bool) -> None:
+        """Set what DDP reads; past ``Module.__setattr__``, which takes a hundred times as long."""
+        vars(self._model).update(
+            require_backward_grad_sync=in_backward, require_forward_param_sync=in_forward
+        )
 
     def _disarm(self) -> None:
         self._model.reducer._reset_state()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from wholebatch.memory import let_go_of_frames
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def joined_group(*, timeout: timedelta | None = None) -> Iterator[torch.device]:
     try:
         yield device
     except BaseException as error:
-        _let_go_of_frames(error)
+        let_go_of_frames(error)
         raise
     finally:
         # A DDP model that is freed after its group can wait for ever (torch 2.13; lab/LOG.md), so what
@@ -47,13 +48,6 @@ def joined_group(*, timeout: timedelta | None = None) -> Iterator[torch.device]:
         gc.collect()
         dist.destroy_process_group()
         torch.set_num_threads(found_threads)
-
-
-def _let_go_of_frames(error: BaseException | None) -> None:
-    """Clear what the functions held that ``error``, and what it came from, passed through."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _store_of_this_start() -> dict[str, Any]:

@@ -55,8 +55,8 @@ class MegatronRanks(SeveralRanks):
 
     Args:
         model: the ``megatron.core.distributed.DistributedDataParallel``.
-        reduce: ``"per_update"``: in the last backward where ``overlap_grad_reduce`` is on, else after all
-            ranks have agreed. ``"after_agreement"``: always then.
+        reduce: ``"per_update"``: in the last backward where ``overlap_grad_reduce`` is on, else after it.
+            ``"after_agreement"``: after all ranks have agreed.
         group: all ranks of the job.
 
     Raises:
@@ -71,7 +71,8 @@ class MegatronRanks(SeveralRanks):
             )
         self._model = model
         self._refuse_modes()
-        self._overlaps = model.ddp_config.overlap_grad_reduce and reduce != "after_agreement"
+        self._agrees_first = reduce == "after_agreement"
+        self._overlaps = model.ddp_config.overlap_grad_reduce and not self._agrees_first
         # A torch optimizer steps on whole gradients.
         self._whole = bool(model.ddp_config.use_distributed_optimizer)
         self._found_force = False
@@ -141,13 +142,21 @@ class MegatronRanks(SeveralRanks):
         if self.synchronises:
             self._refuse_not_reached()
             self._finalize()
+            self._show()
         self._note()
 
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self._model.ddp_config.overlap_grad_reduce:
-            for group in self._model.bucket_groups:
-                group.start_grad_sync(force_all_reduce=self._whole)
-        self._finalize()
+        self._add_up()
+        self._show()
+
+    @property
+    def stands_in(self) -> bool:
+        # Buckets that are reduced as they fill up go in the order of a backward, which a failed rank lacks.
+        whole = self.roles.num_ranks == self.roles.num_replicas
+        return whole and self.reduces_at_the_end and not self._agrees_first
+
+    def stand_in(self) -> None:
+        self._add_up()  # whatever is there: nobody steps on it
 
     def end(self, *, committed: bool) -> None:
         self._model.force_all_reduce = self._found_force
@@ -178,12 +187,21 @@ class MegatronRanks(SeveralRanks):
 
     # The reduction ---------------------------------------------------------------------------------
 
+    def _add_up(self) -> None:
+        """Have Megatron begin and finish the sums over all ranks."""
+        if self._model.ddp_config.overlap_grad_reduce:
+            for group in self._model.bucket_groups:
+                group.start_grad_sync(force_all_reduce=self._whole)
+        self._finalize()
+
     def _finalize(self) -> None:
-        """Have Megatron finish the sums over all ranks, and put them where an optimizer looks."""
         from megatron.core.distributed import finalize_model_grads  # type: ignore[import-not-found]
 
         finalize_model_grads([self._model], None, force_all_reduce=self._whole)
         self.reductions += 1
+
+    def _show(self) -> None:
+        """Put the sums where an optimizer looks."""
         if self._wide is not None:
             self._wide.begin(p for p in self._stepped if _sums_of(p).dtype != p.dtype)
         for parameter in self._stepped:

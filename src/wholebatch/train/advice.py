@@ -6,8 +6,6 @@ import os
 import shlex
 from pathlib import Path
 
-import torch
-
 from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import CheckpointError
 from wholebatch.report.words import number_of
@@ -39,13 +37,6 @@ def _command(named: Path | str) -> str:
     nodes = f"--nnodes {ranks // here} " if ranks > here else ""
     program = f"torchrun {nodes}--nproc-per-node {here} -m wholebatch" if ranks > 1 else "wholebatch"
     return f"{program} train --resume {shlex.quote(str(named))}"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on the host or on an accelerator."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
 
 
 def memory_advice(plan: AnyPlan, *, during: str) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 
 from wholebatch.errors import CheckpointError, JudgeError, PoisonedWindowError, RecordError, UsageError
 from wholebatch.loading import WindowBatches
+from wholebatch.memory import is_out_of_memory
 from wholebatch.objective import LossSum
 from wholebatch.ranks.lost import last_words
 from wholebatch.ranks.together import ContactLostError
@@ -21,7 +22,7 @@ from wholebatch.record import EndReason, Evaluation, UpdateRecord
 from wholebatch.report.output import OutputClosedError
 from wholebatch.resume import Checkpoints, Found
 from wholebatch.run_folder import RunLog
-from wholebatch.train.advice import is_out_of_memory, memory_advice, with_the_command
+from wholebatch.train.advice import memory_advice, with_the_command
 from wholebatch.train.average import make_average
 from wholebatch.train.display import Display
 from wholebatch.train.evaluate import HELD_OUT, HELD_OUT_AVERAGE, evaluate_held_out

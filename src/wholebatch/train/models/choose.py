@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.errors import UnsupportedError, UsageError
-from wholebatch.train.advice import is_out_of_memory
+from wholebatch.memory import is_out_of_memory
 from wholebatch.train.material import Batch, JobData, JobModel
 from wholebatch.train.models.gpt import GPT, Attention, GPTShape, at_last_token, num_parameters
 from wholebatch.train.models.huggingface import check_folder, check_shape, load_folder

@@ -192,7 +192,8 @@ class DDPRanks(SeveralRanks):
         if self._unsettled:  # since a reset, and all ranks get here
             self._settle()
             self._model.reducer.prepare_for_backward([])  # as the forward left it
-        watch = GradientWatch(parameter for _, parameter in self._reduced)
+        # where DDP needs every parameter, one tells whether any was reached
+        watch = GradientWatch(parameter for _, parameter in self._reduced[: 1 if self._settles else None])
         watch.mark()
         super().backward(roots)
         self.reductions += 1
@@ -331,12 +332,6 @@ class DDPRanks(SeveralRanks):
     # Evidence that the reduction happened --------------------------------------------------------
 
     def _check_reduced(self, watch: GradientWatch) -> None:
-        if not watch.changed():
-            raise PoisonedWindowError(
-                f"rank {self.rank}: the backward of the last micro-batch reached no parameter of the DDP "
-                f"model, so nothing was reduced; its loss does not depend on the model's output. Restart "
-                f"from the last committed update"
-            )
         try:
             self._model.reducer._check_reducer_finalized()
         except RuntimeError as error:
@@ -353,6 +348,12 @@ class DDPRanks(SeveralRanks):
                 f"rank {self.rank}: the gradient reduction did not finish, because the last micro-batch "
                 f"did not use {unused}.{how} restart from the last committed update"
             ) from error
+        if not watch.changed():
+            raise PoisonedWindowError(
+                f"rank {self.rank}: the backward of the last micro-batch reached no parameter of the DDP "
+                f"model, so nothing was reduced; its loss does not depend on the model's output. Restart "
+                f"from the last committed update"
+            )
 
     def _named(self, message: str) -> str:
         """The parameters behind the indices in the reducer's own message."""

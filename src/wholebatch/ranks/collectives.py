@@ -50,12 +50,12 @@ def tell_all(group: dist.ProcessGroup, row: Sequence[float], patience_s: float |
     ranks = group.size()
     # three times as fast as a tensor of a list, and on the host whatever the default device is
     given = torch.frombuffer(array("d", row) * ranks, dtype=torch.float64)
-    rows = torch.empty_like(given)
+    rows = torch.empty(ranks, len(row), dtype=torch.float64, device="cpu")
     options = dist.AllToAllOptions()
     if patience_s is not None:
         # Its own, not a wait's: what is given up and still under way keeps a process from ending.
         options.timeout = timedelta(seconds=patience_s)
-    return HostRows(rows.view(ranks, -1), group.alltoall_base(rows, given, [], [], options))
+    return HostRows(rows, group.alltoall_base(rows, given.view(ranks, -1), [], [], options))
 
 
 class HostMessages:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ranks import run_ranks
 from wholebatch.errors import OtherRankFailedError, PoisonedWindowError, UnsupportedError
+from wholebatch.ranks import collectives
 from wholebatch.ranks.agreement import Agreement, PendingExchange, name_ranks, unlike_first
 from wholebatch.ranks.base import Roles, Traffic
 from wholebatch.ranks.ddp import DDPRanks
@@ -83,6 +84,41 @@ def test_who_gives_up_after_a_short_patience_leaves_nothing_under_way() -> None:
     assert "lost while reporting its own failure: it ended, or did not answer within 0.5 seconds" in said
     assert took < 1.9  # then rank 0 ends, and cuts it off
     assert ended  # a process waits at its end for what is still under way
+
+
+class Slow:
+    """An exchange that is there when it was asked for so many times."""
+
+    def __init__(self, asked: float) -> None:
+        self.left, self.waited = asked, 0
+
+    def is_completed(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def wait(self) -> None:
+        self.waited += 1
+        if self.left == -2:
+            raise RuntimeError("timed out")
+
+
+@pytest.mark.parametrize(("taken", "asked", "naps"), [(True, 3, 3), (True, 1e9, 50), (False, 3, 0)])
+def test_a_rank_naps_only_where_no_core_is_to_spare_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, taken: bool, asked: float, naps: int
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(collectives, "no_core_to_spare", lambda: taken)
+    monkeypatch.setattr(collectives, "sleep", slept.append)
+    work = Slow(asked)
+    assert collectives.HostRows(torch.ones(2, 1), work).wait() == [[1.0], [1.0]]
+    assert slept == [1e-4] * naps
+    assert work.waited == 1
+
+
+def test_a_rank_that_naps_hears_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "no_core_to_spare", lambda: True)
+    with pytest.raises(RuntimeError, match="timed out"):
+        collectives.HostRows(torch.ones(2, 1), Slow(-1)).wait()
 
 
 def test_a_rank_alone_hears_itself() -> None:

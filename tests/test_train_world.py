@@ -20,7 +20,7 @@ from jobs import Listener, built, tiny
 from ranks import run_ranks
 from wholebatch.errors import RecordError
 from wholebatch.ranks import group as group_module
-from wholebatch.ranks.group import threads_per_rank
+from wholebatch.ranks.group import no_core_to_spare, threads_per_rank
 from wholebatch.train.command import train, yield_idle_cores
 from wholebatch.train.job import run_job
 from wholebatch.train.parts import build_job
@@ -128,6 +128,13 @@ def test_a_used_folder_ends_every_rank(tmp_path: Path) -> None:
 def test_cores_are_shared_and_nobody_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
+    for ranks, taken in (("1", False), ("7", False), ("8", True), ("20", True)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        no_core_to_spare.cache_clear()
+        assert no_core_to_spare() is taken
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # not started by torchrun
+    no_core_to_spare.cache_clear()
+    assert not no_core_to_spare()
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert threads_per_rank(1) == 1

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from time import sleep
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.serialization import default_restore_location
 
+from wholebatch.ranks.group import no_core_to_spare
+
+_NAP_S, _NAPS = 1e-4, 50
 _BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
 
 
@@ -31,6 +35,13 @@ class HostRows:
 
     def wait(self) -> list[list[float]]:
         """The rows, by rank; blocks until every rank has given its own."""
+        if no_core_to_spare():
+            # Naps, where every core has a rank: as measured on two, an update of 30 ms takes 4% less than if
+            # it blocked at once (lab/LOG.md).
+            for _ in range(_NAPS):
+                if self.work.is_completed():
+                    break
+                sleep(_NAP_S)
         self.work.wait()
         found: list[list[float]] = self.rows.tolist()
         return found

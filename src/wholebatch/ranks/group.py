@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -73,11 +74,17 @@ def _store_of_this_start() -> dict[str, Any]:
 
 def threads_per_rank(ranks_on_this_machine: int) -> int:
     """The cores that this process may use, shared by the ranks beside it; 1 or more each."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return max(1, cores // ranks_on_this_machine)
+    return max(1, _cores() // ranks_on_this_machine)
+
+
+@cache
+def no_core_to_spare() -> bool:
+    """Whether the ranks that torchrun started on this machine take every core that this process may use."""
+    return _cores() <= int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _device(local_rank: int) -> torch.device:

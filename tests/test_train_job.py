@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Subset
 
-from jobs import Listener, built, largest_difference, parameters, run, tiny
+from jobs import Listener, built, largest_difference, parameters, resumed, run, tiny
 from ranks import run_ranks
 from runs import write_tiny
 from wholebatch.errors import JudgeError, PlanError, RecordError, UsageError
@@ -175,11 +175,18 @@ def test_a_model_that_cannot_be_written_fails_the_run(
     def refuse(*_: Any, **__: Any) -> None:
         raise RecordError("no room for the model")
 
-    monkeypatch.setattr("wholebatch.train.job.export_model", refuse)
-    with pytest.raises(RecordError, match="no room for the model"):
-        run(tiny(tmp_path / "run"))
+    config = tiny(tmp_path / "run")
+    display = Listener(config)
+    with monkeypatch.context() as patched:
+        patched.setattr("wholebatch.train.job.export_model", refuse)
+        with pytest.raises(RecordError, match="no room for the model"):
+            run_job(built(config), display)
     written = read_run(tmp_path / "run")
     assert (len(written.records), written.end and written.end.reason) == (4, "failed")
+    how = f"Saved after 4 updates. To resume: wholebatch train --resume {tmp_path / 'run'}"
+    assert display.words.getvalue().splitlines()[-1] == how
+    assert resumed(tmp_path / "run")[0].exit_code == 0
+    assert (tmp_path / "run" / "model" / "model.pt").is_file()
 
 
 def test_micro_batches_wait_on_the_host_and_move_one_by_one(tmp_path: Path) -> None:

@@ -124,7 +124,8 @@ def _run(job: Job, display: Display, begun: _Begun, stop: Stop) -> JobResult:
         _say(job, display, begun.words)
         exit_code = DONE if _train(training, stop, display, folder) else _code_of(stop, job)
         if exit_code in (DONE, INTERRUPTED):  # whoever sends another signal does not wait
-            _export(training, folder)
+            with _told_how_to_resume(display, folder):
+                _export(training, folder)
             which = "trained model" if exit_code == DONE else "model as it is now"
             _say(job, display, f"The {which} is in {folder / MODEL_FOLDER}")
         if exit_code != DONE:
@@ -255,10 +256,16 @@ def _say(job: Job, display: Display, text: str) -> None:
 
 
 def _train(training: Training, stop: Stop, display: Display, folder: Path) -> bool:
-    """Train; whatever ends it, say how to resume."""
+    """Train, to the end or to the edge on which somebody asked to stop."""
+    with _told_how_to_resume(display, folder), _shown(display, training.job):
+        return training.run(stop)
+
+
+@contextmanager
+def _told_how_to_resume(display: Display, folder: Path) -> Iterator[None]:
+    """Say how to resume, whatever ends the run."""
     try:
-        with _shown(display, training.job):
-            return training.run(stop)
+        yield
     except OutputClosedError:
         raise
     except (Exception, KeyboardInterrupt) as error:

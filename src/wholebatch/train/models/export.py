@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wholebatch.checkpoint_folder import write_file
 from wholebatch.errors import RecordError
 from wholebatch.files import sync
 from wholebatch.train.material import JobModel
@@ -62,7 +64,8 @@ def export_model(
         sync(folder.parent)
     except Exception as error:  # torch, safetensors and transformers word a full disk each in their own way
         shutil.rmtree(part, ignore_errors=True)
-        raise RecordError(f"the trained model can't be written to {folder}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise RecordError(f"the trained model can't be written to {folder}: {why}") from error
     return folder
 
 
@@ -77,7 +80,7 @@ def _write(job_model: JobModel, part: Path, state: dict[str, Any] | None) -> Non
             module.save_pretrained(part, **given, **({"save_embedding_layers": False} if adapted else {}))
         return
     whole = _on_host(base) if state is None else state
-    torch.save(_merged(base) if adapted else whole, part / "model.pt")
+    write_file(part / "model.pt", functools.partial(torch.save, _merged(base) if adapted else whole))
     if isinstance(base, GPT):
         sizes = json.dumps(dataclasses.asdict(base.shape), indent=2)
         (part / "shape.json").write_text(sizes + "\n", encoding="utf-8")

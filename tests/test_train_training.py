@@ -472,13 +472,16 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_with_those_before_intact(
 def test_a_folder_that_takes_no_checkpoint_is_found_out_before_the_first_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full_after(monkeypatch, 0)
-    config = tiny(tmp_path / "run")
+    config = tiny(tmp_path / "run", **DROPOUT)
     display = Listener(config)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        run_job(built(config), display)
+    with monkeypatch.context() as patched:
+        full_after(patched, 0)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            run_job(built(config), display)
     assert read_run(tmp_path / "run").records == []
-    assert "There is no checkpoint of it, so it can't be resumed" in display.words.getvalue()
+    how = f"It has no update yet. To begin it again: wholebatch train --resume {tmp_path / 'run'}"
+    assert how in display.words.getvalue()
+    goes_on_as_if_nothing_had_happened(tmp_path / "run", config, tmp_path / "beside")
 
 
 def test_an_update_that_failed_and_cannot_be_saved_says_both(

@@ -10,12 +10,15 @@ from wholebatch.budget import AnyPlan, BudgetPlan
 from wholebatch.errors import CheckpointError
 from wholebatch.report.words import number_of
 from wholebatch.resume import Checkpoints
+from wholebatch.run_folder import read_run
 from wholebatch.train.resuming import CHECKPOINTS
 
 
 def how_to_resume(folder: Path) -> str:
-    """What to type to resume a run from its newest checkpoint, or why that can't be done."""
+    """What to type to resume a run from its newest checkpoint or to begin it again, or why it can't be."""
     saved = Checkpoints(folder / CHECKPOINTS).list()
+    if not saved and not read_run(folder).records:
+        return f"It has no update yet. To begin it again: {_command(folder)}"
     if not saved:
         return "There is no checkpoint of it, so it can't be resumed; see checkpoints.every_updates."
     updates = number_of(saved[-1].updates_attempted, "update")

@@ -216,9 +216,9 @@ def test_a_folder_of_runs_is_listed(folder: Path, capsys: pytest.CaptureFixture[
     captured = capsys.readouterr()
     assert "header.json is not a JSON object" in captured.err
     listed = [line.split() for line in captured.err.splitlines()]
-    began = read_run(folder).header.started_at
-    assert ["run", began, "done", "7", "6,400", "2.0000"] in listed
-    assert ["second", began, "none", "yet", "0", "0", "-"] in listed
+    began = read_run(folder).header.started_at[:16].split("T")
+    assert ["run", *began, "done", "7", "6,400", "2.0000"] in listed
+    assert ["second", *began, "none", "yet", "0", "0", "-"] in listed
     assert ["torn", "can't", "be", "read"] in listed
     data = json.loads(captured.out)
     assert [Path(row["folder"]).name for row in data["runs"]] == ["run", "second", "torn"]
@@ -226,6 +226,24 @@ def test_a_folder_of_runs_is_listed(folder: Path, capsys: pytest.CaptureFixture[
     assert data["runs"][0]["loss_per_item"]["last"] == 2.0
     assert data["runs"][1]["end"] is None
     assert "is not a JSON object" in data["runs"][2]["problem"]
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_a_list_breaks_no_name_that_a_run_gets_by_itself_and_cuts_no_number(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    header = read_run(folder).header
+    name = "2026-11-30-220849"
+    with RunLog(folder.parent / name, header) as log:
+        log.write(a_record(1, items=635_311_725, loss_per_item=2.3065))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert show([folder.parent]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= columns
+    assert "…" not in out
+    assert "  635,311,725     2.3065" in out
+    if columns == 80:
+        assert f"\n{name}  {header.started_at[:16].replace('T', ' ')}  done" in out
 
 
 def test_the_ledger_of_one_of_each(folder: Path) -> None:

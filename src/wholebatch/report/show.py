@@ -15,7 +15,7 @@ from wholebatch.report.compare import AXES, compare_runs
 from wholebatch.report.compare_view import render_comparison
 from wholebatch.report.follow import follow
 from wholebatch.report.output import OutputConsole, text_stream, write_json
-from wholebatch.report.run_view import number, render_run
+from wholebatch.report.run_view import columns, number, render_run
 from wholebatch.report.summary import SCHEMA_VERSION, run_summary
 from wholebatch.report.words import number_of, printable
 from wholebatch.run_folder import read_run
@@ -106,11 +106,9 @@ def _list_entry(folder: Path) -> dict[str, Any]:
 
 
 def _runs_table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("run", "began", "end", "updates applied", "items", "last loss per item"):
-        table.add_column(name, justify="left" if name in ("run", "began", "end") else "right")
-    table.columns[0].overflow = "fold"
-    table.columns[1].no_wrap = table.columns[2].no_wrap = True
+    table = columns("run|", "began (UTC)|", "end|", "updates\napplied", "items", "last loss\nper item")
+    for column in table.columns[:2]:  # where not all has room, these are broken, and no number is cut
+        column.no_wrap, column.overflow = False, "fold"
     for row in rows:
         run = Text(printable(Path(row["folder"]).name))
         if "problem" in row:
@@ -118,7 +116,7 @@ def _runs_table(rows: Sequence[dict[str, Any]]) -> Table:
             continue
         table.add_row(
             run,
-            row["started_at"],
+            row["started_at"][:16].replace("T", " "),
             row["end"] or "none yet",
             f"{row['updates_applied']:,}",
             f"{row['items']:,}",

@@ -268,6 +268,9 @@ def test_evaluations_beside_each_other(tmp_path: Path) -> None:
         ["held_out", "32", "32", "3.0000", "3.5000", "+0.5000"],
         ["held_out", "64", "64", "2.0000", "-", "-"],
     ]
+    near = a_run(tmp_path / "near", None, [at(0, 5.5), at(16, 4.0 - 1e-7), at(32, 3.00006)])
+    gaps = [line.split()[-1] for line in text_of(first, near).splitlines() if line.startswith("held_out")]
+    assert gaps == ["+0.0000", "-1.0e-07", "+0.0001"]
     by_updates = compare_runs(first, second, by="updates").evaluations
     assert [(p.first_at, p.second_at) for p in by_updates] == [(0, 0), (1, 1), (2, 2)]
 

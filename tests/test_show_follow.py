@@ -15,7 +15,7 @@ from runs import a_header, a_record, a_resumption, an_evaluation
 from wholebatch.cli import main
 from wholebatch.errors import RecordError
 from wholebatch.report import follow as follow_module
-from wholebatch.report.follow import follow, panel, update_line
+from wholebatch.report.follow import follow, news, panel, update_line
 from wholebatch.report.show import show
 from wholebatch.run_folder import RunLog, read_run
 
@@ -57,7 +57,8 @@ def test_every_update_is_a_line_until_the_run_ends(folder: Path, monkeypatch: py
         log.write(a_record(update))
 
     def more() -> None:
-        log.write(a_record(9, outcome="skipped_empty", reason="no items", loss_per_item=None))
+        skipped: dict[str, Any] = {"outcome": "skipped_empty", "reason": "no items", "loss_per_item": None}
+        log.write(a_record(9, updates_applied=8, **skipped))
         log.write_evaluation(an_evaluation(updates_applied=8))
 
     waits = while_waiting(monkeypatch, lambda: None, more, log.close)
@@ -73,6 +74,29 @@ def test_every_update_is_a_line_until_the_run_ends(folder: Path, monkeypatch: py
     assert lines[5] == "update 8  loss per item 2.5000  16 samples  900 items  norm 1.2500  0.500 s"
 
 
+def test_evaluations_stand_among_the_updates_that_came_with_them(folder: Path) -> None:
+    log = RunLog(folder, a_header())
+    before = read_run(folder)
+    for update in range(1, 6):
+        log.write(a_record(update))
+        if update in (2, 4):
+            log.write_evaluation(an_evaluation(updates_applied=update))
+            log.write_evaluation(an_evaluation(updates_applied=update, split="held_out_average"))
+    log.close()
+    heads = [line.partition("  ")[0].partition(":")[0] for line in news(before, read_run(folder))]
+    assert heads == [
+        "update 1",
+        "update 2",
+        "held out after 2 updates",
+        "held out average after 2 updates",
+        "update 3",
+        "update 4",
+        "held out after 4 updates",
+        "held out average after 4 updates",
+        "update 5",
+    ]
+
+
 def test_a_run_that_is_resumed_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RunLog(folder, a_header())
     for update in range(1, 6):
@@ -85,7 +109,9 @@ def test_a_run_that_is_resumed_meanwhile(folder: Path, monkeypatch: pytest.Monke
         with RunLog.resume(folder, a_resumption(3)) as again:
             for update in (4, 5):
                 again.write(a_record(update, items=901))
-            again.write_evaluation(an_evaluation(samples_consumed=80, loss_per_item=2.5))
+            again.write_evaluation(
+                an_evaluation(updates_applied=5, samples_consumed=80, loss_per_item=2.5)
+            )
 
     while_waiting(monkeypatch, resumed)
     lines = plain_lines(folder)
@@ -93,7 +119,7 @@ def test_a_run_that_is_resumed_meanwhile(folder: Path, monkeypatch: pytest.Monke
         "resumed after 3 updates",
         update_line(a_record(4, items=901)),
         update_line(a_record(5, items=901)),
-        "held out after 3 updates: loss per item 2.5000 over 700 items in 10 samples (0.5 s)",
+        "held out after 5 updates: loss per item 2.5000 over 700 items in 10 samples (0.5 s)",
     ]
 
 

@@ -131,7 +131,8 @@ def _held_out(comparison: Comparison) -> list[RenderableType]:
 def _gap(pair: EvaluationPair) -> str:
     if pair.first_loss is None or pair.second_loss is None:
         return "-"
-    return f"{pair.second_loss - pair.first_loss:+.4f}"
+    gap = pair.second_loss - pair.first_loss
+    return f"{gap:{'+.1e' if 0 < abs(gap) < 0.5e-4 else '+.4f'}}"
 
 
 def _totals(comparison: Comparison) -> Table:

@@ -152,8 +152,10 @@ def news(before: Run | None, run: Run) -> list[str]:
             lines.append(f"resumed after {number_of(again.updates_attempted, 'update')}")
             updates = min(updates, again.updates_attempted)
             evaluations = sum(e.samples_consumed <= again.samples for e in before.evaluations)
-    lines += [update_line(record) for record in run.records[updates:]]
-    return lines + [evaluation_words(evaluation) for evaluation in run.evaluations[evaluations:]]
+    # An evaluation stands below the updates that it came after, and those after it below.
+    found = [(record.updates_applied, update_line(record)) for record in run.records[updates:]]
+    found += [(each.updates_applied, evaluation_words(each)) for each in run.evaluations[evaluations:]]
+    return lines + [line for _, line in sorted(found, key=lambda each: each[0])]
 
 
 def update_line(record: UpdateRecord) -> str:

@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 
+from house import ROOT
 from wholebatch.cli import main
 from wholebatch.errors import JudgeError, RecordError, WholebatchError
 from wholebatch.report.output import text_stream, write_json
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 LINE = "plan --global-batch-samples 512 --micro-batch-samples 4 --ranks 16 --tensor-parallel 2"
 EXAMPLE = LINE.split()
 PIPELINE = [*EXAMPLE, "--pipeline-parallel", "2"]
@@ -252,7 +253,11 @@ def test_the_help_says_everything_in_80_columns(
     assert "..." not in text.partition("Commands:")[2], "a description is cut off"
     assert max(map(len, text.splitlines())) <= 80
     words = " ".join(text.split())
-    assert "0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 130 interrupted" in words
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    codes = "0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 129 ended by SIGHUP, 130 "
+    codes += "interrupted, 141 nobody reads the output any more, 143 ended by SIGTERM."
+    assert f"Exit codes: {codes}" in words
+    assert f"Exit codes: {codes}" in readme
     assert "torchrun itself turns all but 0 into 1" in words
 
 

@@ -109,9 +109,7 @@ def test_a_run_that_is_resumed_meanwhile(folder: Path, monkeypatch: pytest.Monke
         with RunLog.resume(folder, a_resumption(3)) as again:
             for update in (4, 5):
                 again.write(a_record(update, items=901))
-            again.write_evaluation(
-                an_evaluation(updates_applied=5, samples_consumed=80, loss_per_item=2.5)
-            )
+            again.write_evaluation(an_evaluation(updates_applied=5, samples_consumed=80, loss_per_item=2.5))
 
     while_waiting(monkeypatch, resumed)
     lines = plain_lines(folder)

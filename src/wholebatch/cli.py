@@ -32,8 +32,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Split the batch any way you like; the update is the same.",
-    epilog="Exit codes: 0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 130 "
-    "interrupted (Ctrl-C). torchrun itself turns all but 0 into 1.",
+    epilog="Exit codes: 0 done, 1 a negative verdict, 2 usage, 3 could not judge or go on, 129 ended by "
+    "SIGHUP, 130 interrupted, 141 nobody reads the output any more, 143 ended by SIGTERM. torchrun "
+    "itself turns all but 0 into 1.",
 )
 
 JsonTarget = Annotated[

@@ -21,6 +21,7 @@ from wholebatch.report.curves import BARS, loss_curve, sparkline, unsupervised_l
 from wholebatch.report.run_view import ledger_line, render_run, value_words
 from wholebatch.report.show import show
 from wholebatch.report.summary import run_summary
+from wholebatch.report.words import evaluation_words
 from wholebatch.run_folder import RunLog, read_run
 
 
@@ -251,6 +252,18 @@ def test_the_ledger_of_one_of_each(folder: Path) -> None:
     del header["schema_version"]
     line = ledger_line(RunHeader(**(header | {"global_batch_samples": 4})))
     assert line == "4 samples x 1 micro-batch x 1 replica = 4 samples an update"
+    line = ledger_line(RunHeader(**(header | {"global_batch_samples": 1, "micro_batch_samples": 1})))
+    assert line == "1 sample x 1 micro-batch x 1 replica = 1 sample an update"
+
+
+def test_a_run_of_one_of_each(folder: Path) -> None:
+    with RunLog(folder.parent / "one", read_run(folder).header) as log:
+        log.write(a_record(1, samples=1, micro_batches=1, items=1, positions=1))
+    text = rendered(folder.parent / "one")
+    assert line_with(text, "samples") == "samples 1 in 1 micro-batch"
+    assert line_with(text, "items ") == "items 1 in 1 position"
+    words = evaluation_words(an_evaluation(samples=1, items=1))
+    assert words == "held out after 3 updates: loss per item 2.7500 over 1 item in 1 sample (0.5 s)"
 
 
 def test_the_curve_falls_and_leaves_gaps() -> None:

@@ -305,7 +305,7 @@ def test_all_samples_held_out_is_refused() -> None:
     assert not is_held_out("0", 10)
     one_in = next(n for n in range(2, 10**4) if is_held_out("0", n))
     with pytest.raises(
-        UsageError, match=r"all 1 samples of mine.py:one_only are held out and none is left"
+        UsageError, match=r"all of mine.py:one_only, 1 sample, is held out and none is left"
     ):
         load("one_only", held_out_one_in=one_in)
 

@@ -368,7 +368,8 @@ def test_a_held_out_label_that_training_lacks_is_named() -> None:
 def test_all_rows_held_out_is_refused() -> None:
     text = next(str(i) for i in range(99) if is_held_out(str(i), 2))
     with pytest.raises(
-        UsageError, match=r"all 3 rows are held out and none is left .* data.held_out_one_in = 2"
+        UsageError,
+        match=r"all of the data, 3 rows, is held out and none is left .* data.held_out_one_in = 2",
     ):
         load_rows(*[{"text": text}] * 3, held_out_one_in=2)
 

@@ -233,6 +233,11 @@ def test_the_first_batch_is_proved_on_the_job_s_own_parts(tmp_path: Path) -> Non
             [2, 2, 2],
             "First 6 samples of the first global batch: 3 micro-batches make",
         ),
+        (
+            {"batch": {"global_batch_samples": 1, "micro_batch_samples": 1}},
+            [1],
+            "First global batch: 1 micro-batch makes the update",
+        ),
         # One micro-batch would be compared with itself.
         ({"batch": {"micro_batch_samples": 8}}, [4, 4], "First global batch: 2 micro-batches make"),
         (

@@ -50,7 +50,7 @@ def ledger_line(header: RunHeader | Resumption) -> str:
         return f"{_global_batch(header)}micro-batches of {each} x {number_of(replicas, 'replica')}"
     return (
         f"{number_of(m, 'sample')} x {number_of(window, 'micro-batch', 'micro-batches')} x "
-        f"{number_of(replicas, 'replica')} = {m * window * replicas:,} samples an update"
+        f"{number_of(replicas, 'replica')} = {number_of(m * window * replicas, 'sample')} an update"
     )
 
 
@@ -58,8 +58,8 @@ def _global_batch(header: RunHeader | Resumption) -> str:
     if isinstance(header, Resumption):
         return ""
     if header.global_batch_samples is None:
-        return f"up to {header.global_batch_items or 0:,} items an update in "
-    return f"{header.global_batch_samples:,} samples an update in "
+        return f"up to {number_of(header.global_batch_items or 0, 'item')} an update in "
+    return f"{number_of(header.global_batch_samples, 'sample')} an update in "
 
 
 def title(run: Run) -> Text:
@@ -151,13 +151,14 @@ def totals_table(run: Run, facts: dict[str, Any]) -> Table:
         f"{counters.updates_attempted:,} attempted, {counters.updates_applied:,} applied"
         + (skips if skipped else ""),
     )
-    table.add_row("samples", f"{counters.samples:,} in {counters.micro_batches:,} micro-batches")
+    micro_batches = number_of(counters.micro_batches, "micro-batch", "micro-batches")
+    table.add_row("samples", f"{counters.samples:,} in {micro_batches}")
     if counters.samples_left_out:
         table.add_row(
             "left out", f"{number_of(counters.samples_left_out, 'sample')} that could not be read"
         )
-    positions = f"{facts['positions']:,}" if facts["positions"] else "-"
-    table.add_row("items", f"{counters.items:,} in {positions} positions")
+    positions = number_of(facts["positions"], "position") if facts["positions"] else "- positions"
+    table.add_row("items", f"{counters.items:,} in {positions}")
     share = facts["unsupervised_share"]
     table.add_row("unsupervised", "-" if share is None else f"{share:.1%} of positions")
     table.add_row("reductions", f"{facts['reductions']:,} of gradients, by one rank")

@@ -10,7 +10,7 @@ from typing import Any
 from wholebatch.record import Evaluation, UpdateRecord
 
 
-def number_of(number: int, one: str, more: str | None = None) -> str:
+def number_of(number: float, one: str, more: str | None = None) -> str:
     """Write ``1 update``, ``1,200 updates`` or, with ``more``, ``2 micro-batches``."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"
 
@@ -57,7 +57,8 @@ def evaluation_words(evaluation: Evaluation) -> str:
     return (
         f"{evaluation.split.replace('_', ' ')} after {updates}: "
         f"loss per item {'not finite' if loss is None else f'{loss:.4f}'} "
-        f"over {evaluation.items:,} items in {evaluation.samples:,} samples ({evaluation.seconds:.1f} s)"
+        f"over {number_of(evaluation.items, 'item')} in {number_of(evaluation.samples, 'sample')} "
+        f"({evaluation.seconds:.1f} s)"
     )
 
 

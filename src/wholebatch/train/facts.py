@@ -28,7 +28,7 @@ def describe(job: Job) -> str:
     told = notes(data, model, strategy=job.config.parallel.strategy, ranks=job.world.ranks)
     return (
         f"{_plan_words(job)}\n"
-        f"Data: {len(job.data.train):,} samples{_items(data, 'train_items')} to train on, "
+        f"Data: {number_of(len(job.data.train), 'sample')}{_items(data, 'train_items')} to train on, "
         f"{len(job.data.held_out):,}{_items(data, 'held_out_items')} held out.\n"
         f"Model: {model['name']} of {model['parameters']:,} parameters"
         f"{f', {frozen:,} of them frozen,' if frozen else ''} in {precision(job)}.\n"
@@ -46,7 +46,7 @@ def _plan_words(job: Job) -> str:
 
 def _length_words(job: Job) -> str:
     if isinstance(job.order, ItemOrder):
-        return f" of up to {job.order.global_batch_items:,} items"
+        return f" of up to {number_of(job.order.global_batch_items, 'item')}"
     return (
         f", {job.samples_of_run:,} samples; an epoch has {number_of(job.order.updates_per_epoch, 'update')}"
     )
@@ -62,7 +62,7 @@ def _never_full(job: Job) -> list[str]:
 
 
 def _items(facts: Mapping[str, Any], key: str) -> str:
-    return f" with {facts[key]:,} items" if facts.get(key) is not None else ""
+    return f" with {number_of(facts[key], 'item')}" if facts.get(key) is not None else ""
 
 
 def precision(job: Job) -> str:

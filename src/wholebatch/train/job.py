@@ -185,7 +185,7 @@ def _resume(job: Job, display: Display, command: Sequence[str], earlier: Earlier
     told = facts.resumption(job, earlier.settings, command, updates_attempted=updates, samples=samples)
     training.log = _log_of_the_leader(job, lambda: RunLog.resume(folder, told))
     price = facts.price(job, training.window)
-    words = f"Resumed {folder} after {number_of(updates, 'update')}, {samples:,} samples.{price}"
+    words = f"Resumed {folder} after {number_of(updates, 'update')}, {number_of(samples, 'sample')}.{price}"
     if changes := changes_words(earlier.layout, told):
         words += f"\nChanged: {changes}"
     return _Begun(folder=folder, training=training, words=words)

@@ -127,7 +127,8 @@ def proof_words(proof: Verification, job: Job) -> str:
     which = "First global batch" if taken == whole else f"First {taken} samples of the first global batch"
     if proof.equal:
         pieces = len(proof.splits[0].micro_batch_samples)
-        return f"{which}: {pieces} micro-batches make the update of the big batch.{where}"
+        make = "1 micro-batch makes" if pieces == 1 else f"{pieces} micro-batches make"
+        return f"{which}: {make} the update of the big batch.{where}"
     return f"{which}: NOT the update of the big batch ({proof.cause}).{where} {advice}"
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from wholebatch.errors import UsageError
 from wholebatch.losses import next_token_loss, token_loss
 from wholebatch.objective import SummedLoss
+from wholebatch.report.words import number_of
 from wholebatch.train.data.collation import Collation
 from wholebatch.train.data.labels import as_classes, class_names
 from wholebatch.train.data.masks import Masks, make_masks
@@ -69,8 +70,8 @@ def load_data(config: TrainConfig) -> JobData:
         read_rows(rows, reading, tokenizer=tokenizer, config=config, is_held_out=is_other)
     if not len(reading.train.samples):
         raise UsageError(
-            f"all {reading.rows} rows are held out and none is left to train on; add rows, or raise "
-            f"data.held_out_one_in = {config.data.held_out_one_in}"
+            f"all of the data, {number_of(reading.rows, 'row')}, is held out and none is left to train on; "
+            f"add rows, or raise data.held_out_one_in = {config.data.held_out_one_in}"
         )
     return _job_data(config, reading, tokenizer, first.form)
 

@@ -15,6 +15,7 @@ from torch.utils.data import Subset, default_collate
 
 from wholebatch.errors import UsageError
 from wholebatch.loading.padding import PadCollate
+from wholebatch.report.words import number_of
 from wholebatch.split import num_samples
 from wholebatch.targets import check_options, find_target, guarded
 from wholebatch.train.data.own_rows import OwnRows, own_rows
@@ -313,8 +314,8 @@ def _sides(parts: Mapping[str, Any], config: TrainConfig) -> tuple[Samples, Samp
     kept = [index for index, is_out in enumerate(out) if not is_out]
     if not kept:
         raise UsageError(
-            f"all {len(train)} samples of {config.data.source} are held out and none is left to train on; "
-            f"return more, or held_out beside train"
+            f"all of {config.data.source}, {number_of(len(train), 'sample')}, is held out and none is left "
+            f"to train on; return more, or held_out beside train"
         )
     others = [index for index, is_out in enumerate(out) if is_out]
     rule = f"samples whose index has a BLAKE2b hash that is 0 modulo {one_in}"

@@ -489,6 +489,15 @@ def test_show_imports_no_torch() -> None:
 
 
 def test_facts_inside_facts_are_words_too() -> None:
+    assert value_words({"trained_in_full": [], "files": ["a.txt", "b.txt"], "betas": [0.9, 0.99]}) == (
+        "(trained in full none, files [a.txt, b.txt], betas [0.9, 0.99])"
+    )
     assert value_words({"dtype": "float64", "apart": 4.5e-16, "seen": True}) == (
         "(dtype float64, apart 4.5e-16, seen yes)"
     )
+
+
+def test_a_setting_is_shown_as_it_was_typed_and_a_measured_number_in_three_digits() -> None:
+    typed = [0.9999, 0.99995, 65536.0, 16.0, 3e-05, 0.0]
+    assert [value_words(each) for each in typed] == ["0.9999", "0.99995", "65536", "16", "3e-05", "0"]
+    assert [value_words(each) for each in (1 / 3, 2e-16 / 3, math.inf)] == ["0.333", "6.67e-17", "inf"]

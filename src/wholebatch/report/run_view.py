@@ -233,7 +233,12 @@ def value_words(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, dict):
         return f"({joined(value)})" if value else "none"
-    return f"{value:.3g}" if isinstance(value, float) else printable(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(value_words, value))}]" if value else "none"
+    if isinstance(value, float):  # one that was typed is short, and rounded it would be another
+        typed = repr(value).removesuffix(".0")
+        return typed if len(typed) <= 10 else f"{value:.3g}"
+    return printable(value)
 
 
 def number(value: float | None) -> str:

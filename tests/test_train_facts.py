@@ -72,6 +72,13 @@ def test_what_would_not_be_expected_is_noted(tmp_path: Path) -> None:
     ]
 
 
+def test_that_the_first_updates_wait_for_a_compiler_is_noted(tmp_path: Path) -> None:
+    job = built(tiny(tmp_path, model={"compile": True}))
+    assert describe(job).endswith(
+        "\nNote: model.compile = true: the first forwards wait for the compiler, for a minute or more."
+    )
+
+
 def test_frozen_parameters_are_told(tmp_path: Path) -> None:
     job = built(tiny(tmp_path))
     facts = {**job.model.facts, "trainable_parameters": 48}

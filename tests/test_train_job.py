@@ -155,7 +155,9 @@ def test_what_it_records(tmp_path: Path) -> None:
 def test_the_trained_model_and_its_average_can_be_loaded(tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", average={"decay_per_update": 0.5})
     _, job, display = run(config)
-    assert f"The trained model is in {tmp_path / 'run' / 'model'}" in display.words.getvalue()
+    where = tmp_path / "run" / "model"
+    words = f"The trained model is in {where}, its average in {where}-average\n"
+    assert words in display.words.getvalue()
     loaded = {}
     for name in ("model", "model-average"):
         folder = tmp_path / "run" / name

@@ -50,7 +50,7 @@ STOPPED = {
     INTERRUPTED: STOPPED_BY_USER,
     TERMINATED: "stopped by SIGTERM",
 }
-MODEL_FOLDER = "model"
+MODEL_FOLDER, AVERAGE_FOLDER = "model", "model-average"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,8 @@ def _run(job: Job, display: Display, begun: _Begun, stop: Stop) -> JobResult:
             with _told_how_to_resume(display, folder):
                 _export(training, folder)
             which = "trained model" if exit_code == DONE else "model as it is now"
-            _say(job, display, f"The {which} is in {folder / MODEL_FOLDER}")
+            average = "" if training.average is None else f", its average in {folder / AVERAGE_FOLDER}"
+            _say(job, display, f"The {which} is in {folder / MODEL_FOLDER}{average}")
         if exit_code != DONE:
             job.world.all_or_none(lambda: training.close_log("interrupted", STOPPED[exit_code]))
     if exit_code != DONE:
@@ -310,7 +311,7 @@ def _export(training: Training, folder: Path) -> None:
     _export_one(training.job, folder / MODEL_FOLDER)
     if training.average is not None:
         with training.average.swapped_in():
-            _export_one(training.job, folder / f"{MODEL_FOLDER}-average")
+            _export_one(training.job, folder / AVERAGE_FOLDER)
 
 
 def _export_one(job: Job, folder: Path) -> None:

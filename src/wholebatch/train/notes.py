@@ -14,7 +14,7 @@ def several_ranks(ranks: int) -> str:
 
 
 def notes(data: Mapping[str, Any], model: Mapping[str, Any], *, strategy: str, ranks: int) -> list[str]:
-    """Sentences about samples without items, weights that are not where they should be, and a rank alone.
+    """Sentences about samples without items, weights in other places, a wait, and a rank alone.
 
     Args:
         data: facts of the data.
@@ -36,6 +36,8 @@ def notes(data: Mapping[str, Any], model: Mapping[str, Any], *, strategy: str, r
     if unused:
         many, are = number_of(len(unused), "weight"), "is" if len(unused) == 1 else "are"
         told.append(f"{many} of the folder, such as {unused[0]}, {are} not used")
+    if model.get("compiled"):
+        told.append("model.compile = true: the first forwards wait for the compiler, for a minute or more")
     if ranks == 1 and strategy != "ddp":
         told.append(f'parallel.strategy = "{strategy}" does nothing on one rank; {several_ranks(2)}')
     return told

@@ -36,8 +36,8 @@ class HostRows:
     def wait(self) -> list[list[float]]:
         """The rows, by rank; blocks until every rank has given its own."""
         if no_core_to_spare():
-            # Naps, where every core has a rank: as measured on two, an update of 30 ms takes 4% less than if
-            # it blocked at once (lab/LOG.md).
+            # Naps, where every core has a rank: on two an update of 30 ms took 4% less than where it blocks
+            # at once (lab/LOG.md).
             for _ in range(_NAPS):
                 if self.work.is_completed():
                     break

@@ -231,7 +231,8 @@ def of_two(one: Result, other: Result) -> GlobalResult:
         result.payload(roles=Roles.one_each(rank, 2), num_terms=1)
         for rank, result in enumerate((one, other))
     ]
-    assert {len(payload) < payload_size(1) for payload in payloads} == {True}
+    assert {len(payload) for payload in payloads} == {7 + 2 * 1}
+    assert payload_size(1) >= 7 + 2 * 1  # it fits in a row
     return GlobalResult.of_ranks(list(zip(*payloads, strict=True)), num_terms=1)
 
 

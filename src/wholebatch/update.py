@@ -719,7 +719,7 @@ class Update:
         except PoisonedWindowError:
             raise
         except Exception:  # every rank finds what they hold odd, and none goes on
-            return False
+            pass
         return False
 
     def _or_poison(self, put_back: Callable[[], None], error: BaseException) -> None:
